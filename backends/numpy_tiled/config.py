@@ -1,0 +1,134 @@
+"""Tile sizes, and the memory that they cost.
+
+The rule kept here: tile borders follow from the sequence itself, its heads, head dims, dtype and
+masks. Neither the number of threads nor the batch moves one, so that a sequence has the same bits
+alone, in a batch, packed, and on any number of cores.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portattn.machine import cores
+
+if TYPE_CHECKING:
+    from portattn.problem import Problem
+
+FEW_ROWS = 64
+"""Up to here a tile's time goes into reading keys and values, not into multiplying."""
+
+FEW_SCORES = 1 << 17
+"""Scores of a tile of few rows."""
+
+EDGES = 2
+"""Patterns of a band's edge that a thread keeps."""
+
+JOBS = 16
+"""Jobs that a sequence gives at least where it can: smaller tiles, then a split along the keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Rows and keys of one tile.
+
+    ``block_q`` query rows at most, of several heads of one group where a sequence is short;
+    ``block_k`` keys; ``edge_k`` keys where the edge of a causal mask or window cuts through the
+    tile; under at most `FEW_ROWS` rows, ``stream_k`` keys at most where BLAS reads the caller's
+    array and ``copy_k`` where it needs a copy; ``chunk_k`` keys at least in each part of a tile
+    that is split along the keys.
+    """
+
+    block_q: int
+    block_k: int
+    edge_k: int
+    stream_k: int
+    chunk_k: int
+    copy_k: int = 2048
+
+    def rows_for(self, heads_k: int, group: int, queries: int) -> int:
+        """``block_q`` for a sequence, halved down to 128 where it would give few jobs."""
+        block_q = self.block_q
+        while block_q > 128 and tile_count(heads_k, group, queries, block_q) < JOBS:
+            block_q //= 2
+        return block_q
+
+    def keys_for(self, rows: int, *, copied: bool) -> int:
+        """Keys of a tile of that many rows. Few rows take many keys at a time: nothing is read
+        twice then, and each call to BLAS is long enough for other threads to get their turn."""
+        if rows > FEW_ROWS:
+            return self.block_k
+        return self.copy_k if copied else min(self.stream_k, FEW_SCORES // rows)
+
+
+def tile_count(heads_k: int, group: int, queries: int, block_q: int) -> int:
+    """Row tiles of a sequence: heads of one group share a tile as far as they fit."""
+    if queries == 0:
+        return 0
+    together = min(group, max(1, block_q // queries))
+    return heads_k * -(-group // together) * -(-queries // block_q)
+
+
+def choose(problem: Problem) -> Config:
+    """The tiles for a problem: scores, and copies of keys and values where the dtype needs them,
+    stay in a core's second-level cache."""
+    large = problem.dtype == "float32" and not problem.backward
+    copy_k = 2048
+    while copy_k > 128 and copy_k * max(problem.head_dim, problem.head_dim_v) > 1 << 18:
+        copy_k //= 2
+    return Config(
+        block_q=512 if large and not (problem.window or problem.causal) else 256,
+        block_k=512 if large else 256,
+        edge_k=256,
+        stream_k=1 << 15,
+        chunk_k=4096,
+        copy_k=copy_k,
+    )
+
+
+def thread_count() -> int:
+    """Threads of a call: PORTATTN_NUM_THREADS, or the cores that this process may use.
+
+    Raises `ValueError` where the variable is no integer of at least 1.
+    """
+    text = os.environ.get("PORTATTN_NUM_THREADS")
+    if not text:
+        return cores()
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"PORTATTN_NUM_THREADS: got {text!r}; want an integer of at least 1")
+    return int(text)
+
+
+def workspace_bytes(config: Config, problem: Problem, threads: int) -> int:
+    """The most that a call allocates beyond its inputs and outputs: tile buffers of each thread,
+    and the partial results of tiles that are split along the keys. No sequence length is in it
+    but to make it smaller."""
+    d, dv = problem.head_dim, problem.head_dim_v
+    rows = min(config.block_q, problem.group * problem.seq_q)
+    many = rows * min(config.block_k, problem.seq_k)
+    few = min(rows, FEW_ROWS) * problem.seq_k
+    score = many if problem.backward else max(many, 2 * min(few, FEW_SCORES))
+    keys = min(max(config.block_k, config.copy_k), problem.seq_k)
+    tiles = score * (3 if problem.backward else 2)
+    if problem.bias is not None:
+        tiles += score
+    if problem.softcap is not None and problem.backward:
+        tiles += score
+    per_row = 3 * d + 5 * dv + 16
+    per_key = 2 * (d + dv)
+    if problem.backward:
+        per_row, per_key = per_row + 2 * d + 2 * dv, per_key + 3 * (d + dv)
+    item = 8 if problem.accumulator == "float64" else 4
+    bytes_of_thread = item * (tiles + per_row * rows + per_key * keys)
+    bytes_of_thread += item * min(max(config.block_k, config.stream_k), problem.seq_k)  # ones
+    # masks of one byte an element: cut-out, its inverse, combinations
+    bytes_of_thread += 6 * score + 4 * score * (problem.bias is not None)
+    if problem.causal or problem.window:
+        bytes_of_thread += EDGES * (1 + item) * score  # patterns of the band
+    if problem.bias is not None and problem.backward:
+        bytes_of_thread += 8 * score
+    partials = 0
+    if not problem.backward and problem.seq_k >= 2 * config.chunk_k:
+        partials = (threads + 1) * JOBS * item * rows * (dv + 2)
+    return threads * bytes_of_thread + partials + (1 << 16)
