@@ -153,8 +153,10 @@ class Forward:
         with np.errstate(all="ignore"):
             self.far = np.where(part.weight > 0, part.top - self.score, 0.0)
             self.dots = np.where(part.visible, abs(part.scale) * outer(part.q, part.k, np.abs), 0.0)
-            self.mass = weigh(part.weight, part.v, part.visible, np.abs)
-            self.mass2 = weigh(part.weight**2, part.v, part.visible, np.square)
+            self.mass = weigh(part.weight, part.v, part.visible, np.abs, largest=part.largest_v)
+            self.mass2 = weigh(
+                part.weight**2, part.v, part.visible, np.square, largest=part.largest_v
+            )
 
     @cached_property
     def magnitude(self) -> F64:
@@ -201,7 +203,9 @@ class Forward:
         with np.errstate(all="ignore"):
             moved, moved_row = self.moved(mode)
             out = np.abs(part.out)
-            bound = weigh(moved, part.v, part.visible, np.abs) + out * moved_row
+            bound = (
+                weigh(moved, part.v, part.visible, np.abs, largest=part.largest_v) + out * moved_row
+            )
             storage = p.u_p * self.mass
             if mode == "prob":
                 storage = np.minimum(storage, LAMBDA * p.u_p * np.sqrt(self.mass2))
@@ -224,9 +228,21 @@ class Forward:
         part, tiny = self.part, self.p.tiny_p / 2 + self.p.flush
         total = np.where(part.total == 0, 1.0, part.total)
         if tiny < 1e-30:  # not float16: nothing that a matmul should be spent on
-            largest = float(np.abs(part.v[np.isfinite(part.v)]).max(initial=0))
+            largest = part.largest_v
+            if not largest < np.inf:
+                largest = float(np.abs(part.v[np.isfinite(part.v)]).max(initial=0))
             return np.asarray(tiny * largest * len(part.v) / total)
-        return tiny * weigh(part.visible.astype(np.float64), part.v, part.visible, np.abs) / total
+        return (
+            tiny
+            * weigh(
+                part.visible.astype(np.float64),
+                part.v,
+                part.visible,
+                np.abs,
+                largest=part.largest_v,
+            )
+            / total
+        )
 
     def spread(self) -> F64:
         """E2: sigma (m, Dv), the standard deviation of a correct implementation's error."""
@@ -237,13 +253,17 @@ class Forward:
             sigma += p.u_operand * self.dots / d**0.5
             spread = (part.weight * sigma) ** 2
             out2 = part.out**2
-            variance = weigh(spread, part.v, part.visible, np.square)
+            variance = weigh(spread, part.v, part.visible, np.square, largest=part.largest_v)
             variance += out2 * spread.sum(1, keepdims=True)
             variance += p.u_p**2 / 3 * self.mass2
             if p.tiny_p > 1e-30:
                 seen = part.visible.astype(np.float64)
                 lost = p.tiny_p / np.where(part.total == 0, 1.0, part.total)
-                variance += lost**2 / 12 * weigh(seen, part.v, part.visible, np.square)
+                variance += (
+                    lost**2
+                    / 12
+                    * weigh(seen, part.v, part.visible, np.square, largest=part.largest_v)
+                )
             variance += 2 / 3 * u**2 * (self.tiles + 16) * (out2 + self.mass2)
             variance *= p.oracle
             variance += (ROUND_OFF[p.dtype] ** 2) * out2 / 3 + SUBNORMAL[p.dtype] ** 2
@@ -284,7 +304,7 @@ def backward(
             of_sink = error.sink + p.gamma(rows * asked.batch + tiles, mode) * lost
             want.add(
                 part,
-                scale * weigh(g.dproduct, part.k, seen),
+                scale * weigh(g.dproduct, part.k, seen, largest=part.largest_k),
                 scale * weigh(g.dproduct.T, part.q, seen.T),
                 weigh(part.weight.T, g.dout, seen.T),
                 g.dscore,
@@ -293,7 +313,7 @@ def backward(
             by = abs(scale)
             sure.add(
                 part,
-                by * weigh(error.dproduct + more_q, part.k, seen, np.abs),
+                by * weigh(error.dproduct + more_q, part.k, seen, np.abs, largest=part.largest_k),
                 by
                 * weigh((error.dproduct + more_k * np.abs(g.dproduct)).T, part.q, seen.T, np.abs),
                 weigh((error.weight + more_k * part.weight).T, g.dout, seen.T, np.abs),
@@ -304,7 +324,7 @@ def backward(
                 continue
             first.add(
                 part,
-                by * weigh(kept_ds, part.k, seen, np.abs),
+                by * weigh(kept_ds, part.k, seen, np.abs, largest=part.largest_k),
                 by * weigh(kept_ds.T, part.q, seen.T, np.abs),
                 weigh(kept_p.T, g.dout, seen.T, np.abs),
                 kept_bias,
@@ -312,7 +332,7 @@ def backward(
             )
             second.add(
                 part,
-                by**2 * weigh(kept_ds**2, part.k, seen, np.square),
+                by**2 * weigh(kept_ds**2, part.k, seen, np.square, largest=part.largest_k),
                 by**2 * weigh((kept_ds**2).T, part.q, seen.T, np.square),
                 weigh((kept_p**2).T, g.dout, seen.T, np.square),
                 kept_bias**2,

@@ -363,6 +363,7 @@ class Context:
             head_dim_v=v.shape[-1],
             features=features,
             alignment=self._alignment(q, k, options),
+            sizes=None if packed or paged else (q.shape[0], q.shape[2], k.shape[2]),
         )
 
     def _alignment(self, q: NDArray, k: NDArray, options: Mapping[str, Any]) -> str | None:
@@ -455,7 +456,7 @@ class Context:
                     raise Decided("rejected", f"{beyond}; refused with {text}") from error
                 raise Decided("claimed_but_refused", f"claimed, but refused with {text}") from error
             except Exception as error:
-                cause = _cause(error)
+                cause = cause_of(error)
                 text = f"{_said(error)}" + (f"; outside its manifest: {beyond}" if outside else "")
                 raise Decided(cause, text) from error
             except BaseException as error:  # SystemExit, KeyboardInterrupt and their like
@@ -542,7 +543,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
-def _cause(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """Out of memory and a lost device go by many names; anything else has simply raised."""
     text = f"{type(error).__name__}: {error}".lower()
     if isinstance(error, MemoryError) or any(sign in text for sign in OUT_OF_MEMORY):

@@ -23,15 +23,27 @@ from portattn.registry import find_backends
 SUITE_PACKAGES = ("numpy", "ml_dtypes")
 
 
+PRESENTATION = ("cli.py", "index.py", "junit.py", "show.py", "report/")
+"""Files and folders that show records and have no say in what stands in one."""
+
+
 @functools.cache
 def suite() -> Mapping[str, str]:
-    """Version and hash of the suite: every Python file below ``conformance/``, by path."""
-    root = Path(__file__).parent
+    """Version and hash of the suite."""
+    return {"version": portattn.__version__, "hash": hash_of(Path(__file__).parent)}
+
+
+def hash_of(root: Path) -> str:
+    """The hash of every Python file below ``root``, by path, but for `PRESENTATION`: another
+    colour of a report makes no record stale."""
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-        digest.update(path.read_bytes() + b"\0")
-    return {"version": portattn.__version__, "hash": digest.hexdigest()[:16]}
+    for name in sorted(files):
+        if name in PRESENTATION or name.startswith(PRESENTATION[-1]):
+            continue
+        digest.update(name.encode() + b"\0")
+        digest.update(files[name].read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def fingerprint(spec: str, loaded: Loaded) -> dict[str, Any]:

@@ -147,7 +147,8 @@ def _records(
             (
                 _link(folder, path),
                 _plain(f"{manifest['name']} {manifest['version']}"),
-                f"**{level}** {LEVELS[level]}" if level in LEVELS else "none",
+                (f"**{level}** {LEVELS[level]}" if level in LEVELS else "none")
+                + (f", {only} only" if (only := records.only_dtypes(record)) else ""),
                 _plain(record["tier"]),
                 _plain(record["created"][:10]),
                 sum(counts.values()),

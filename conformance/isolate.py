@@ -221,10 +221,16 @@ class Child:
 
 
 def run_alone(
-    spec: str, case: Case, timeout_s: float, *, catalogue: str = CATALOGUE, threads: int = 1
+    spec: str,
+    case: Case,
+    timeout_s: float,
+    *,
+    catalogue: str = CATALOGUE,
+    threads: int = 1,
+    manifest: Manifest | None = None,
 ) -> Outcome:
-    """One case in a child of its own."""
-    child = Child(Setup(spec, catalogue, threads))
+    """One case in a child of its own; ``manifest`` None asks the target for it."""
+    child = Child(Setup(spec, catalogue, threads, manifest=manifest))
     try:
         child.load()
         return child.run(case, timeout_s)[0]

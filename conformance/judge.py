@@ -51,17 +51,18 @@ def forward(
         got = asked.queries(result.out, part.batch)[part.head, part.index]
         limits = Forward(part, precision)
         bound, lse_bound = limits.bound("prob")
-        want, bound = _expected(part, bound, manifest)
+        want, bound = _expected(part, bound, manifest, dtype)
         tainted = _tainted(part)
         ratio = excess(got, want, bound, dtype, tainted[:, None])
         det = None
         if ratio.max(initial=0.0) > 1:
-            _, det_bound = _expected(part, limits.bound("det")[0], manifest)
+            _, det_bound = _expected(part, limits.bound("det")[0], manifest, dtype)
             det = excess(got, want, det_bound, dtype, tainted[:, None])
         out.see(ratio, det, part, got, want, bound, manifest)
         whole = ~tainted & (part.total[:, 0] > 0)
         with np.errstate(all="ignore"):
-            statistics.see(((got - part.out) / limits.spread())[whole], part.out[whole])
+            z = ((got - part.out) / limits.spread())[whole]
+        statistics.see(z, part.out[whole], (part.batch, part.head))
         if naive:
             error = np.abs(got - part.out)[whole].max(initial=0.0)
             ours = max(ours, error)
@@ -207,7 +208,9 @@ def all_of(outcomes: Iterable[Outcome]) -> Outcome:
         for name, value in one.numbers.items():
             if name not in numbers or not value <= numbers[name]:  # NaN counts as larger
                 numbers[name] = value
-        if SEVERITY.index(one.verdict) > SEVERITY.index(worst.verdict) or worst.worst is None:
+        graver = SEVERITY.index(one.verdict) - SEVERITY.index(worst.verdict)
+        says_more = one.worst is not None and worst.worst is None and not worst.message
+        if graver > 0 or (graver == 0 and says_more):
             worst = one
     return Outcome(numbers, worst.cause, worst.message, worst.worst)
 
@@ -296,17 +299,33 @@ class _Spread:
         self.count = 0
         self.squares = self.signed = 0.0
         self.clusters = [np.zeros(3), np.zeros(3)]  # sums of s^2, s n and n^2 over clusters
+        self.head: tuple[int, int] | None = None
+        self.column: F64 | None = None  # of the head at hand, whose rows come in parts
+        self.height = 0
 
-    def see(self, z: F64, want: F64) -> None:
+    def see(self, z: F64, want: F64, head: tuple[int, int]) -> None:
+        """Errors in units of sigma of some rows of ``head``, (batch, head)."""
+        if head != self.head:
+            self._close()
+            self.head = head
         self.count += z.size
         self.squares += float((z * z).sum())
         signed = np.sign(want) * z
         self.signed += float(signed.sum())
-        for axis, sums in enumerate(self.clusters):
-            s, n = signed.sum(axis), z.shape[axis]
-            sums += [float(s @ s), n * float(s.sum()), n * n * len(s)]
+        self._add(1, signed.sum(1), z.shape[1])
+        self.column = signed.sum(0) + (0.0 if self.column is None else self.column)
+        self.height += len(z)
+
+    def _close(self) -> None:
+        if self.column is not None:
+            self._add(0, self.column, self.height)
+        self.column, self.height = None, 0
+
+    def _add(self, axis: int, s: F64, n: int) -> None:
+        self.clusters[axis] += [float(s @ s), n * float(s.sum()), n * n * len(s)]
 
     def numbers(self, *, gates: bool) -> dict[str, float]:
+        self._close()
         if self.count < ENOUGH:
             return {}
         mean, square = self.signed / self.count, self.squares / self.count
@@ -320,12 +339,16 @@ class _Spread:
 
 def _tainted(part: Rows) -> NDArray[np.bool_]:
     """Rows that see a NaN or an infinity in their input."""
+    of_query = ~np.isfinite(part.q).all(1)
+    tame = part.largest_k < np.inf and part.largest_v < np.inf
+    if tame and np.isfinite(part.added.sum()):
+        return np.asarray(of_query)
     keys: Any = ~(np.isfinite(part.k).all(1) & np.isfinite(part.v).all(1))
     seen = part.visible & (keys[None, :] | ~np.isfinite(part.added))
-    return np.asarray(seen.any(1) | ~np.isfinite(part.q).all(1))
+    return np.asarray(seen.any(1) | of_query)
 
 
-def _expected(part: Rows, bound: F64, manifest: Manifest) -> tuple[F64, F64]:
+def _expected(part: Rows, bound: F64, manifest: Manifest, dtype: str) -> tuple[F64, F64]:
     """Output and bound, empty rows as the target declares them."""
     empty = part.total == 0
     if manifest.empty_rows == "zero" or not empty.any():
@@ -334,7 +357,7 @@ def _expected(part: Rows, bound: F64, manifest: Manifest) -> tuple[F64, F64]:
         return part.out, np.where(empty, np.inf, bound)
     v = np.asarray(part.v, np.float64)
     mean, size = v.mean(0), np.abs(v).mean(0)
-    slack = 4 * (ROUND_OFF[str(part.v.dtype)] + len(v) ** 0.5 * ROUND_OFF["float32"])
+    slack = 4 * (ROUND_OFF[dtype] + len(v) ** 0.5 * ROUND_OFF["float32"])
     return np.where(empty, mean, part.out), np.where(empty, slack * size, bound)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ARRAYS = ("numpy", "torch", "cupy")
@@ -58,6 +58,8 @@ OPTIONAL = (
     "causal_alignments",
     "empty_rows",
     "layout",
+    "min_sizes",
+    "unasked_dtypes",
 )
 
 
@@ -75,7 +77,10 @@ class Manifest:
 
     ``kappa`` and ``kappa_backward`` bound workspace over IO. A target that stores the scores says
     null, which is infinite here: it makes no claim on memory, so what asks for one is
-    NOT_SUPPORTED.
+    NOT_SUPPORTED. ``causal_alignments`` may be empty: causal is then claimed for equal lengths
+    alone. ``min_sizes`` are the smallest batch and the fewest query rows and keys that it
+    takes. ``unasked_dtypes`` are
+    those that it claims and that the run leaves out (`narrowed`).
     """
 
     name: str
@@ -95,6 +100,8 @@ class Manifest:
     causal_alignments: tuple[str, ...] = ALIGNMENTS
     empty_rows: str = "zero"
     layout: str = "bhsd"
+    min_sizes: tuple[int, int, int] = (0, 0, 0)
+    unasked_dtypes: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, data: Any) -> Manifest:
@@ -116,13 +123,21 @@ class Manifest:
         features = _names(bad, data, "features", FEATURES)
         for key, choices in CHOICES.items():
             _choose(bad, data, key, choices)
-        alignments = _names(bad, data, "causal_alignments", ALIGNMENTS) or ALIGNMENTS
+        alignments: tuple[str, ...] = ALIGNMENTS
+        if "causal_alignments" in data:
+            alignments = _names(bad, data, "causal_alignments", ALIGNMENTS)
+        unasked = _names(bad, data, "unasked_dtypes", DTYPES)
+        bad += [f"{name} is in dtypes and in unasked_dtypes" for name in dtypes if name in unasked]
         if data.get("array") == "numpy" and data.get("device") == "cuda":
             bad.append("array='numpy' with device='cuda'; NumPy arrays live on the CPU")
         if data.get("array") == "cupy" and data.get("device") == "cpu":
             bad.append("array='cupy' with device='cpu'; CuPy arrays live on a GPU")
         head_dims, max_head_dim = _head_dims(bad, data)
         tile = _tile(bad, data.get("tile"))
+        least = data.get("min_sizes", (0, 0, 0))
+        if not isinstance(least, (list, tuple)) or [type(x) for x in least] != [int] * 3:
+            bad.append(_wrong("min_sizes", least, "[batch, query rows, keys]"))
+            least = (0, 0, 0)
         for key in ("kappa", "kappa_backward"):
             value = data.get(key, 0)
             if key in data and value is None:
@@ -151,8 +166,24 @@ class Manifest:
             max_head_dim=max_head_dim,
             tile=tile,
             causal_alignments=alignments,
+            min_sizes=(least[0], least[1], least[2]),
+            unasked_dtypes=unasked,
             **given,
         )
+
+    def narrowed(self, dtypes: Iterable[str]) -> Manifest:
+        """The same claims for some of the dtypes; the others are remembered as not asked, so that
+        nobody takes them for refused. Raises ValueError where one is not claimed."""
+        wanted = tuple(dict.fromkeys(dtypes))
+        for name in wanted:
+            if name not in self.dtypes:
+                raise ValueError(
+                    f"{self.name} does not claim dtype {name!r}; it claims {', '.join(self.dtypes)}"
+                )
+        every = (*self.dtypes, *self.unasked_dtypes)
+        kept = tuple(name for name in DTYPES if name in wanted)
+        left = tuple(name for name in DTYPES if name in every and name not in wanted)
+        return replace(self, dtypes=kept, unasked_dtypes=left)
 
     def claims(self, *features: str) -> bool:
         """Are all of ``features`` claimed?"""
@@ -172,10 +203,12 @@ class Manifest:
         head_dim_v: int | None = None,
         features: Iterable[str] = (),
         alignment: str | None = None,
+        sizes: tuple[int, int, int] | None = None,
     ) -> tuple[str, ...]:
         """Every way in which a request lies outside the manifest; empty means that it is claimed.
 
-        ``alignment`` is given where the request is causal with unequal lengths.
+        ``alignment`` is given where the request is causal with unequal lengths; ``sizes`` are
+        batch, query rows and keys where all sequences have the same lengths.
         """
         reasons = []
         if dtype is not None and dtype not in self.dtypes:
@@ -186,6 +219,10 @@ class Manifest:
         reasons += [f"feature {name} is not claimed" for name in features if not self.claims(name)]
         if alignment is not None and alignment not in self.causal_alignments:
             reasons.append(f"causal alignment {alignment} is not claimed")
+        names = ("batch items", "query rows", "keys")
+        for name, size, least in zip(names, sizes or (), self.min_sizes, strict=False):
+            if size < least:
+                reasons.append(f"fewer than {least} {name} are not claimed")
         return tuple(dict.fromkeys(reasons))
 
     def to_json(self) -> dict[str, Any]:
@@ -206,6 +243,8 @@ class Manifest:
             "causal_alignments": list(self.causal_alignments),
             "empty_rows": self.empty_rows,
             "layout": self.layout,
+            "min_sizes": list(self.min_sizes),
+            "unasked_dtypes": list(self.unasked_dtypes),
         }
         if self.head_dims is not None:
             data["head_dims"] = list(self.head_dims)

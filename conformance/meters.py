@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import resource
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,6 +184,12 @@ class TargetMeter:
 
 def meter_for(target: Any, manifest: Manifest) -> Meter:
     """The target's own meter where it has one, else the one of its arrays and device."""
+    meter = _meter_of(target, manifest)
+    release = getattr(target, "release", None)
+    return meter if release is None else ReleasingMeter(meter, release)
+
+
+def _meter_of(target: Any, manifest: Manifest) -> Meter:
     own = getattr(target, "meter", None)
     if own is not None:
         return TargetMeter(own)
@@ -192,6 +198,22 @@ def meter_for(target: Any, manifest: Manifest) -> Meter:
     if manifest.array == "torch":
         return TorchCudaMeter() if manifest.device == "cuda" else TorchCpuMeter()
     return NumpyMeter()
+
+
+class ReleasingMeter:
+    """A meter over a target that keeps buffers for its next call: they are freed before the call,
+    so that they count as its workspace, and after it, so that they are no leak."""
+
+    def __init__(self, meter: Meter, release: Callable[[], None]) -> None:
+        self.instrument = meter.instrument
+        self._meter, self._release = meter, release
+
+    @contextmanager
+    def watch(self) -> Iterator[Watched]:
+        self._release()
+        with self._meter.watch() as watched:
+            yield watched
+            self._release()
 
 
 @contextmanager

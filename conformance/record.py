@@ -191,12 +191,20 @@ def expired(record: Mapping[str, Any]) -> list[Waiver]:
 
 def replay_command(record: Mapping[str, Any], case_id: str) -> str:
     """The command line that runs one case of the record again."""
+    dtypes = record["target"]["manifest"]["dtypes"] if only_dtypes(record) else ()
     return shlex.join(
         [
             "portattn", "conformance", "replay", case_id, "--target", record["target"]["spec"],
             "--tier", record["tier"], "--seed", str(record["seed"]),
+            *(f"--dtype={name}" for name in dtypes),
         ]
     )  # fmt: skip
+
+
+def only_dtypes(record: Mapping[str, Any]) -> str:
+    """The dtypes that a restricted run asked for, as a text; empty where it asked for all."""
+    manifest = record["target"]["manifest"]
+    return " and ".join(manifest["dtypes"]) if manifest.get("unasked_dtypes") else ""
 
 
 # ---- files ---------------------------------------------------------------------------------------

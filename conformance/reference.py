@@ -19,7 +19,11 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
 
-CHUNK = 1 << 23  # float64 elements of one (rows, keys) array: 64 MiB
+CHUNK = 1 << 18  # float64 elements of one (rows, keys) array: 2 MiB, which caches hold
+LONGEST = 1 << 23  # and where fewer than ROWS rows would be left: 64 MiB
+ROWS = 64  # a product of fewer rows spends its time on converting the keys
+TAME = 1e150  # magnitudes below it can be squared
+WIDENED = 1 << 23  # elements of a head that are kept in float64 meanwhile: 64 MiB
 SLICE = 1 << 13  # keys converted to float64 at a time: 16 MiB at head dim 256
 
 
@@ -124,6 +128,25 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
+class Keys:
+    """Keys or values of a head, looked at once for all rows and all heads of its group."""
+
+    values: Array  # (n, D) as stored, or in float64 where they are few
+    largest: float  # magnitude; NaN where one is NaN
+
+    @classmethod
+    def of(cls, x: Array) -> Keys:
+        """Widen, and measure."""
+        if x.size <= WIDENED:
+            x = np.asarray(x, np.float64)
+        sizes = [0.0]
+        for at in range(0, len(x), SLICE):
+            piece = np.asarray(x[at : at + SLICE], np.float64)
+            sizes += [piece.max(initial=0.0), -piece.min(initial=0.0)]
+        return cls(x, float(np.max(sizes)))
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Some query rows of one head of one sequence, in float64; m rows, n keys."""
 
@@ -132,8 +155,10 @@ class Rows:
     head_k: int
     index: NDArray[np.intp]  # (m,) rows within the sequence
     q: F64  # (m, D)
-    k: Array  # (n, D) as stored
-    v: Array  # (n, Dv) as stored
+    k: Array  # (n, D), see Keys
+    v: Array  # (n, Dv)
+    largest_k: float
+    largest_v: float
     scale: float
     softcap: float | None
     added: F64  # (m, n) bias and ALiBi, 0 where hidden
@@ -168,13 +193,16 @@ def visibility(asked: Attention, b: int, head: int, rows: Array, n: int) -> NDAr
     return seen
 
 
-def attend(asked: Attention, b: int, head: int, rows: NDArray[np.intp]) -> Rows:
+def attend(
+    asked: Attention, b: int, head: int, rows: NDArray[np.intp], keys: Keys, values: Keys
+) -> Rows:
     """The definition: scores = scale q k^T -> softcap -> + bias, + ALiBi -> masks -> sink ->
-    softmax -> weighted sum of v. An empty row gives 0 and an LSE of -inf, or of its sink."""
+    softmax -> weighted sum of v. An empty row gives 0 and an LSE of -inf, or of its sink.
+    ``keys`` and ``values`` are those of the head."""
+    k, v = keys.values, values.values
     head_k = head // (asked.heads[0] // asked.heads[1])
     queries = asked.queries(asked.q, b)[head]
     q = np.asarray(queries[rows], np.float64)
-    k, v = asked.keys(asked.k, b)[head_k], asked.keys(asked.v, b)[head_k]
     n = len(k)
     seen = visibility(asked, b, head, rows, n)
     with np.errstate(all="ignore"):  # NaN and inf in the input are part of the question
@@ -201,9 +229,10 @@ def attend(asked: Attention, b: int, head: int, rows: NDArray[np.intp]) -> Rows:
         weight = power / np.where(total == 0, 1.0, total)
         lse = (top + np.log(total))[:, 0]
         return Rows(
-            b, head, head_k, rows, q, k, v, asked.factor, asked.softcap, added, sink, seen,
-            product, score, top, total, weight, sink_power / np.where(total == 0, 1.0, total),
-            weigh(weight, v, seen), lse,
+            b, head, head_k, rows, q, k, v, keys.largest, values.largest, asked.factor,
+            asked.softcap, added, sink, seen, product, score, top, total, weight,
+            sink_power / np.where(total == 0, 1.0, total),
+            weigh(weight, v, seen, largest=values.largest), lse,
         )  # fmt: skip
 
 
@@ -212,10 +241,13 @@ def blocks(asked: Attention, rows: NDArray[np.intp] | None = None) -> Iterator[R
     for b in range(asked.batch):
         length, n = asked.queries(asked.q, b).shape[1], asked.keys(asked.k, b).shape[1]
         chosen = np.arange(length) if rows is None else rows[rows < length]
-        step = max(1, CHUNK // max(n, 1))
+        step = max(1, CHUNK // max(n, 1), min(ROWS, LONGEST // max(n, 1)))
+        group = asked.heads[0] // asked.heads[1]
         for head in range(asked.heads[0]):
+            if head % group == 0:
+                k, v = (Keys.of(asked.keys(x, b)[head // group]) for x in (asked.k, asked.v))
             for start in range(0, len(chosen), step):
-                yield attend(asked, b, head, chosen[start : start + step])
+                yield attend(asked, b, head, chosen[start : start + step], k, v)
 
 
 def forward(asked: Attention) -> tuple[F64, F64]:
@@ -291,7 +323,7 @@ def backward(asked: Attention, dout: Array, dlse: Array | None = None) -> dict[s
         with np.errstate(all="ignore"):
             sums.add(
                 part,
-                part.scale * weigh(g.dproduct, part.k, part.visible),
+                part.scale * weigh(g.dproduct, part.k, part.visible, largest=part.largest_k),
                 part.scale * weigh(g.dproduct.T, part.q, part.visible.T),
                 weigh(part.weight.T, g.dout, part.visible.T),
                 g.dscore,
@@ -312,13 +344,19 @@ def outer(a: F64, b: Array, of: Callable[[F64], F64] = np.asarray) -> F64:
 
 
 def weigh(
-    weight: F64, x: Array, seen: NDArray[np.bool_], of: Callable[[F64], F64] = np.asarray
+    weight: F64,
+    x: Array,
+    seen: NDArray[np.bool_],
+    of: Callable[[F64], F64] = np.asarray,
+    *,
+    largest: float = np.nan,
 ) -> F64:
-    """Sum over j of weight_ij of(x_j), where a NaN or inf in x_j reaches only rows that see j."""
+    """Sum over j of weight_ij of(x_j), where a NaN or inf in x_j reaches only rows that see j.
+    ``largest`` is the largest magnitude in x, where that is known."""
     out = np.zeros((len(weight), x.shape[1]))
     for at in range(0, len(x), SLICE):
         piece = of(np.asarray(x[at : at + SLICE], np.float64))
-        if np.isfinite(piece.sum()):  # one pass, where all is well
+        if largest < TAME or np.isfinite(piece.sum()):  # one pass, where all is well
             out += weight[:, at : at + SLICE] @ piece
             continue
         finite = np.asarray(np.isfinite(piece).all(1))

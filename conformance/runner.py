@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,10 +41,14 @@ class Interrupted(Exception):
         self.partial = partial
 
 
+class OtherDtypes(Exception):
+    """The journal is of the same run in other dtypes; the message says what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a run depends on. ``selection``: ids of checks or cases, None for all. ``jobs`` None:
-    one worker a core for a CPU target, one for a GPU."""
+    one worker a core for a CPU target, one for a GPU. ``dtypes`` None: all that are claimed."""
 
     spec: str
     tier: str
@@ -56,6 +60,7 @@ class Options:
     memory: int | None = None
     waivers: tuple[Waiver, ...] = ()
     catalogue: str = isolate.CATALOGUE
+    dtypes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +153,17 @@ def catalogue_of(path: str) -> Mapping[str, Check]:
 
 def prepare(options: Options) -> Run:
     """Load the target in a child, ask for its manifest and generate the cases. Raises
-    `TargetError` where the target cannot be used and ValueError for an unknown selection."""
+    `TargetError` where the target cannot be used and ValueError for an unknown selection, or a
+    dtype that is not claimed."""
     catalogue = catalogue_of(options.catalogue)
     child = Child(_setup(options, 1, None))
     try:
         loaded = child.load()
     finally:
         child.close()
+    if options.dtypes is not None:
+        # All of the run, its children and its record see this manifest and no other.
+        loaded = replace(loaded, manifest=loaded.manifest.narrowed(options.dtypes))
     cases = record.select(
         catalogue,
         loaded.manifest,
@@ -355,12 +364,29 @@ class _Journal:
             self._file.close()
 
 
+def _refuse_other_dtypes(header: str, run: Run, journal: Path) -> None:
+    """The same run of other dtypes is hours of work that a slip of a flag must not throw away."""
+    try:
+        begun = json.loads(header)
+        theirs = [begun["manifest"].pop(name) for name in ("dtypes", "unasked_dtypes")]
+        key = json.loads(record.text_of(run.key))
+        ours = [key["manifest"].pop(name) for name in ("dtypes", "unasked_dtypes")]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return
+    if begun == key and theirs != ours:
+        raise OtherDtypes(
+            f"{journal} was begun for dtypes {', '.join(theirs[0])}, this run is for "
+            f"{', '.join(ours[0])}; give it another folder, or --fresh to begin anew"
+        )
+
+
 def _take_up(run: Run, journal: Path | None) -> int:
     """Fill ``run.entries`` from the journal of the same run, if there is one; how many cases."""
     if journal is None or not journal.exists():
         return 0
     lines = journal.read_text(errors="replace").splitlines()
     if not lines or lines[0] != record.text_of(run.key):
+        _refuse_other_dtypes(lines[0] if lines else "", run, journal)
         return 0  # another run's: it is begun anew
     known = {case.id for case in run.cases}
     for line in lines[1:]:

@@ -5,6 +5,7 @@ The rule kept here: the same facts on a terminal, in a log and in a pipe; only t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from rich.table import Table
 from portattn.conformance import record as records
 from portattn.conformance.levels import LEVELS, UNASKED
 from portattn.conformance.runner import Progress, Report
-from portattn.conformance.verdicts import FAILURES, GATES, Verdict, gate_of
+from portattn.conformance.verdicts import FAILURES, Verdict, gate_of
 
 _STYLE = {
     Verdict.PASS: "green",
@@ -93,16 +94,18 @@ def _failed(at: Progress) -> bool:
 
 def _failure_line(at: Progress) -> str:
     assert at.case is not None and at.outcome is not None
-    return f"[red]{at.outcome.verdict}[/] {escape(at.case.id)} {escape(at.outcome.message[:200])}"
+    said = at.outcome.message or _numbers(at.outcome.numbers)
+    return f"[red]{at.outcome.verdict}[/] {escape(at.case.id)} {escape(said[:200])}"
 
 
 def summary(console: Console, record: Mapping[str, Any]) -> None:
     """The table, the failures with their replay commands, and the level."""
     target, manifest = record["target"], record["target"]["manifest"]
+    only = records.only_dtypes(record)
     console.print(
         f"[bold]{escape(manifest['name'])}[/] {escape(manifest['version'])} "
         f"({escape(target['spec'])}) on {escape(records.device_of(record))}, tier "
-        f"{record['tier']}, seed {record['seed']}",
+        f"{record['tier']}, seed {record['seed']}" + (f", {only} only" if only else ""),
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -111,11 +114,12 @@ def summary(console: Console, record: Mapping[str, Any]) -> None:
         ("worst/limit", "right"), ("cases", "right"), ("seconds", "right"),
     ):  # fmt: skip
         table.add_column(name, justify=justify, no_wrap=name != "title")  # type: ignore[arg-type]
-    absent = 0
+    absent, elsewhere = 0, 0
     for check_id, check in record["checks"].items():
         cases = check["cases"].values()
         if not cases:
-            absent += 1
+            absent += record["tier"] in check["tiers"]
+            elsewhere += record["tier"] not in check["tiers"]
             continue
         verdict = Verdict(check["verdict"])
         ratios = [ratio for case in cases if (ratio := worst_ratio(case)) is not None]
@@ -129,7 +133,9 @@ def summary(console: Console, record: Mapping[str, Any]) -> None:
             f"{sum(case['seconds'] for case in cases):.1f}",
         )
     console.print(table)
-    if absent:
+    if elsewhere:
+        console.print(f"{elsewhere} checks of the catalogue belong to another tier")
+    if absent and record["selection"] is None:
         console.print(f"{absent} checks of the catalogue had no case in this run")
     _failures(console, record)
     _level(console, record)
@@ -137,15 +143,31 @@ def summary(console: Console, record: Mapping[str, Any]) -> None:
 
 def worst_ratio(case: Mapping[str, Any]) -> float | None:
     """The largest of a case's gated numbers over its limit (a warning's limit where it has one);
-    None where no number of it has a limit above 0."""
+    None where no number of it has a limit above 0. A number without a gate has no limit; that of
+    ``e1_det`` lies beyond ``e1_prob``'s and would hide it."""
     ratios = []
     for name, value in case["numbers"].items():
         gate = gate_of(name)
         limit = min(gate.warn, gate.fail) if gate else 0.0
-        if limit > 0 and gate != GATES["e1_det"]:
+        if 0 < limit < math.inf and name.rpartition(".")[2] != "e1_det":
             ratios.append(float(value) / limit)
     # NaN is worse than any number.
     return max(ratios, key=lambda x: (x != x, x)) if ratios else None
+
+
+def _numbers(numbers: Mapping[str, Any]) -> str:
+    """The gated numbers that are beyond their gates, in words; all where none is."""
+    beyond = {
+        name: gate
+        for name, value in numbers.items()
+        if (gate := gate_of(name)) is not None and gate.judge(float(value)) != Verdict.PASS
+    }
+    if not beyond:
+        return records.text_of(dict(numbers))
+    return ", ".join(
+        f"{name} is {float(numbers[name]):.3g} (limit {min(gate.warn, gate.fail):g})"
+        for name, gate in beyond.items()
+    )
 
 
 def _failures(console: Console, record: Mapping[str, Any]) -> None:
@@ -159,11 +181,13 @@ def _failures(console: Console, record: Mapping[str, Any]) -> None:
         verdict = Verdict(case["verdict"])
         console.print(
             f"[{_STYLE.get(verdict, 'red')}]{verdict}[/] {escape(case_id)}: "
-            f"{escape(case['message'] or records.text_of(case['numbers']))}",
+            f"{escape(case['message'] or _numbers(case['numbers']))}",
             highlight=False,
+            soft_wrap=True,
         )
         if case["worst"]:
-            console.print(f"  worst: {escape(records.text_of(case['worst']))}", highlight=False)
+            text = escape(records.text_of(case["worst"]))
+            console.print(f"  worst: {text}", highlight=False, soft_wrap=True)
         command = records.replay_command(record, case_id)
         console.print(f"  {escape(command)}", highlight=False, soft_wrap=True)
     if len(failing) > _SHOWN:
@@ -173,7 +197,12 @@ def _failures(console: Console, record: Mapping[str, Any]) -> None:
 def _level(console: Console, record: Mapping[str, Any]) -> None:
     level = record["level"]
     text = f"{level} ({LEVELS[level]})" if level else "none"
-    console.print(f"level: [bold]{text}[/]", highlight=False)
+    only = records.only_dtypes(record)
+    suffix = f", for {only} only" if only else ""
+    console.print(f"level: [bold]{text}[/]{suffix}", highlight=False)
+    if record["selection"] is not None:
+        console.print("a selection of checks grants no level")
+        return
     following = next((name for name in LEVELS if record["levels"][name]), None)
     if following is not None:
         # A part of a run says so once; the checks that it leaves out go without saying.
@@ -182,4 +211,5 @@ def _level(console: Console, record: Mapping[str, Any]) -> None:
         console.print(
             f"{following} ({LEVELS[following]}) is not granted: {escape('; '.join(why[:6]))}{more}",
             highlight=False,
+            soft_wrap=True,
         )

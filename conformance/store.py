@@ -1,7 +1,8 @@
 """Where records are kept: as evidence in the user's data folder, or in a folder of one's own.
 
-The rule kept here: evidence is a whole run of a backend, and a weaker run does not replace a
-stronger one that still speaks for this machine. Everything else lands beside it, under records/.
+The rule kept here: evidence is a whole run of a backend in all of its dtypes, and a weaker run
+does not replace a stronger one that still speaks for this machine. Everything else lands beside it,
+under records/.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def places(run: Run, folder: Path | None) -> Places:
     else:
         base = certificate.data_dir() / "records"
         name += f"-{options.tier}" + ("-selected" if options.selection is not None else "")
+        if run.loaded.manifest.unasked_dtypes:
+            name += "".join(f"-{dtype}" for dtype in run.loaded.manifest.dtypes)
     return Places(
         base / f"{name}.json", base / f"{name}.partial.json", base / f"{name}.journal.jsonl"
     )
@@ -59,7 +62,7 @@ def keep(made: Mapping[str, Any], where: Places, folder: Path | None) -> list[Pa
 def _as_evidence(made: Mapping[str, Any]) -> Path | None:
     """The evidence file that this record may replace; None where it is no evidence or weaker."""
     kind, _, name = SHIPPED.get(made["target"]["spec"], made["target"]["spec"]).partition(":")
-    if kind != "backend" or not whole(made):
+    if kind != "backend" or not whole(made) or record.only_dtypes(made):
         return None
     path = certificate.evidence_dir() / f"{name}.json"
     if not path.exists():

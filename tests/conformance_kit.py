@@ -112,6 +112,13 @@ class Good(Naive):
         return super().forward(q, k, v, **options)
 
 
+class TwoDtypes(Good):
+    """Right in float32 and float16."""
+
+    def manifest(self) -> dict[str, Any]:
+        return {**super().manifest(), "name": "two", "dtypes": ["float16", "float32"]}
+
+
 class WrongValue(Good):
     def trigger(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
         out, lse = super().trigger(q, k, v, options)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from portattn.conformance import targets
+from portattn.conformance import reference, targets
 from portattn.conformance.case import GROUPS, TIERS, Case, Outcome
 from portattn.conformance.checks import CATALOGUE
 from portattn.conformance.context import Context, Decided
@@ -312,3 +312,28 @@ def test_the_manifest_decides_what_counts_as_exact() -> None:
 
     assert failures(Tf32(), ["F01", "F03", "P04"])
     assert failures(Declared(), ["F01", "F03", "P04"]) == {}
+
+
+def test_a_backend_s_limit_of_shared_memory_is_set_and_lifted() -> None:
+    limits: list[int | None] = []
+
+    class Limited(Tiled):
+        def limit_shared_memory(self, size: int | None) -> None:
+            limits.append(size)
+
+    assert not failures(Limited(), ["H13"], "gpu")
+    assert limits and set(limits) == {99 << 10, None}
+    assert limits[-1] is None
+    ctx = Context(Tiled(), FULL)
+    for case in cases(FULL, "gpu", ["H13"]):
+        assert case.optional and run(ctx, case).verdict == "NOT_SUPPORTED"
+
+
+def test_chunks_of_rows_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(cases(FULL, "cpu", ["F10"]))
+    ctx = Context(Tiled(), FULL)
+    whole = run(ctx, case)
+    monkeypatch.setattr(reference, "CHUNK", 1 << 10)
+    monkeypatch.setattr(reference, "ROWS", 8)
+    parts = run(ctx, case)
+    assert parts.numbers == pytest.approx(whole.numbers, rel=1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +15,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from portattn.conformance import audit, identity, levels, meters, placement, record, runner
+from portattn.conformance import (
+    audit,
+    identity,
+    levels,
+    meters,
+    placement,
+    record,
+    runner,
+    show,
+)
 from portattn.conformance.case import Case, Outcome, check
-from portattn.conformance.cli import cli
+from portattn.conformance.checks import CATALOGUE as REAL
+from portattn.conformance.cli import LATER, cli
 from portattn.conformance.context import Context, Decided
 from portattn.conformance.manifest import Manifest, ManifestError
 from portattn.conformance.runner import Options
@@ -201,6 +213,9 @@ def test_defaults_are_those_of_the_protocol() -> None:
         ({"kappa": math.nan}, "kappa"),
         ({"acc": "fp8"}, "acc"),
         ({"causal_alignments": ["middle"]}, "middle"),
+        ({"min_sizes": [1]}, "min_sizes"),
+        ({"min_sizes": [0, 0, True]}, "min_sizes"),
+        ({"unasked_dtypes": ["float32"]}, "in dtypes and in unasked_dtypes"),
         ({"empty_rows": "inf"}, "empty_rows"),
         ({"layout": "thd"}, "layout"),
     ],
@@ -222,6 +237,24 @@ def test_what_lies_outside_a_manifest() -> None:
     assert manifest.why_not(dtype="float32", head_dim=64, features=["causal"]) == ()
     assert len(manifest.why_not(dtype="float16", head_dim=65, features=["gqa"])) == 3
     assert "bottom_right" in manifest.why_not(alignment="bottom_right")[0]
+    square = Manifest.parse({**_MANIFEST, "causal_alignments": []})
+    assert square.causal_alignments == ()
+    assert Manifest.parse(square.to_json()) == square
+    assert square.why_not(features=["causal"]) == ()
+    assert square.why_not(features=["causal"], alignment="top_left")
+    least = Manifest.parse({**_MANIFEST, "min_sizes": [0, 0, 2]})
+    assert least.why_not(sizes=(0, 0, 2)) == ()
+    assert least.why_not(sizes=(5, 5, 1)) == ("fewer than 2 keys are not claimed",)
+
+
+def test_square_causal_is_asked_of_who_takes_nothing_else() -> None:
+    square = Manifest.parse({**_MANIFEST, "causal_alignments": [], "min_sizes": [1, 1, 2]})
+    for check_id in ("K01", "K02"):
+        assert all(case.optional for case in REAL[check_id].cases(square, "gpu"))
+    assert not any(case.optional for case in REAL["K03"].cases(square, "cpu"))
+    assert not any(case.optional for case in REAL["E02"].cases(square, "cpu"))
+    keys = {case.params["m"]: case.optional for case in REAL["F17"].cases(square, "smoke")}
+    assert keys[1] and not keys[33]
 
 
 # ---- verdicts and levels -------------------------------------------------------------------------
@@ -601,7 +634,144 @@ def test_list_names_every_check_and_target() -> None:
     rows = json.loads(_command("list", "--json").output)
     assert [row["id"] for row in rows] == ["F01", "K01", "M01", "E01"]
     assert rows[1]["level"] == "L1"
-    assert CliRunner().invoke(cli, ["list", "--targets"]).output.split() == list(SHIPPED)
+    lines = CliRunner().invoke(cli, ["list", "--targets"]).output.splitlines()
+    assert [line.split()[0] for line in lines] == list(SHIPPED)
+    assert "works here" in lines[0]
+    told = json.loads(CliRunner().invoke(cli, ["list", "--targets", "--json"]).output)
+    assert told["naive"] == {"spec": SHIPPED["naive"], "why_not": ""}
+
+
+def test_a_broken_later_command_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LATER, "report", ("conformance_kit_that_is_not:command", "Draw."))
+    helped = CliRunner().invoke(cli, ["--help"])
+    assert helped.exit_code == 0
+    assert "Draw." in helped.output
+    summaries = helped.output.partition("Commands:")[2]
+    assert "…" not in summaries and "..." not in summaries
+    broken = CliRunner().invoke(cli, ["report", "x"])
+    assert broken.exit_code == 2
+    assert "report cannot be loaded" in broken.output
+
+
+def test_help_names_exit_statuses_and_every_option() -> None:
+    told = CliRunner().invoke(cli, ["run", "--help"]).output
+    for status in ("0 ", "1 ", "2 ", "3 ", "130"):
+        assert f"\n    {status}" in told, status
+    assert "PORTATTN_DATA_DIR" in told
+    commands = {name: cli.get_command(click.Context(cli), name) for name in ("run", "replay")}
+    for command in commands.values():
+        assert command is not None
+        for option in command.params:
+            hidden = isinstance(option, click.Option) and option.hidden
+            assert hidden or not isinstance(option, click.Option) or option.help, option.name
+
+
+# ---- a run of some dtypes ------------------------------------------------------------------------
+TWO = "conformance_kit:TwoDtypes"
+
+
+def test_dtypes_narrow_the_manifest_and_nothing_else() -> None:
+    manifest = Manifest.parse({**_MANIFEST, "dtypes": ["float32", "float16", "bfloat16"]})
+    narrow = manifest.narrowed(["bfloat16", "float16"])
+    assert narrow.dtypes == ("float16", "bfloat16")
+    assert narrow.unasked_dtypes == ("float32",)
+    assert Manifest.parse(narrow.to_json()) == narrow
+    assert narrow.narrowed(["float16"]).unasked_dtypes == ("bfloat16", "float32")
+    with pytest.raises(ValueError, match="does not claim dtype 'float64'"):
+        manifest.narrowed(["float64"])
+    # what is not asked is not taken for refused either
+    assert [case.params["dtype"] for case in REAL["P05"].cases(narrow, "smoke")] == [
+        "float16", "float64",
+    ]  # fmt: skip
+
+
+def test_a_run_of_one_dtype_says_so_everywhere(tmp_path: Path) -> None:
+    common = ("run", "--target", TWO, "--tier", "cpu")
+    out = tmp_path / "out"
+    result = _command(*common, "--dtype", "float32", "-o", str(out), "--level", "L0")
+    assert result.exit_code == 0, result.output
+    assert "level: L0 (core forward), for float32 only" in result.output
+    path = out / "two.json"
+    made = record.read(path)
+    assert made["target"]["manifest"]["dtypes"] == ["float32"]
+    assert made["target"]["manifest"]["unasked_dtypes"] == ["float16"]
+    assert "level L0 for float32 only" in _command("verify", str(path)).output
+    assert "--dtype=float32" in record.replay_command(made, "F01/before")
+    assert _command("replay", "F01/after", "--target", TWO, "--dtype", "float32").exit_code == 0
+    whole = runner.execute(runner.prepare(Options(TWO, "cpu", catalogue=CATALOGUE)))
+    assert any("unasked_dtypes" in line for line in audit.diff(made, whole)["context"])
+    with pytest.raises(record.RecordError, match="do not belong together"):
+        audit.merge([made, whole])
+    refused = _command(*common, "--dtype", "float64")
+    assert refused.exit_code == 2
+    assert "claims float16, float32" in refused.output
+
+
+def test_a_run_of_other_dtypes_is_not_taken_up(tmp_path: Path) -> None:
+    def prepared(*dtypes: str) -> runner.Run:
+        return runner.prepare(Options(TWO, "cpu", catalogue=CATALOGUE, dtypes=dtypes or None))
+
+    journal = tmp_path / "two.journal.jsonl"
+    runner.execute(prepared("float32"), journal)
+    again: list[runner.Progress] = []
+    runner.execute(prepared("float32"), journal, again.append)
+    assert again[0].done == again[0].total
+    for other in (("float16",), ()):
+        with pytest.raises(runner.OtherDtypes, match="was begun for dtypes float32"):
+            runner.execute(prepared(*other), journal)
+    result = _command("run", "--target", TWO, "--tier", "cpu", "-o", str(tmp_path))
+    assert result.exit_code == 2
+    assert "--fresh" in result.output
+
+
+def test_fractions_of_a_restricted_run_merge() -> None:
+    parts = [
+        runner.execute(
+            runner.prepare(
+                Options(TWO, "cpu", fraction=(i, 2), catalogue=CATALOGUE, dtypes=("float32",))
+            )
+        )
+        for i in (1, 2)
+    ]
+    made = audit.merge(parts)
+    assert _wrong(made) == []
+    assert record.only_dtypes(made) == "float32"
+
+
+def test_a_selection_says_in_one_line_that_it_grants_nothing() -> None:
+    result = _command("run", "--target", "conformance_kit:Good", "--tier", "cpu", "--checks", "F01")
+    assert result.exit_code == 0
+    assert result.output.count("grants no level") == 1
+    assert "is not granted" not in result.output
+    assert result.output.count("record: ") == 1
+    assert "belong to another tier" in result.output
+
+
+def test_the_worst_number_is_seen_whatever_its_gate() -> None:
+    assert show.worst_ratio({"numbers": {"e1_det": 9.0, "e1_prob": 0.5}}) == 0.5
+    assert show.worst_ratio({"numbers": {"e1_prob": 0.5, "e3": 0.7}}) == 0.7
+    assert show.worst_ratio({"numbers": {"share_over": 1.2, "peak_bytes": 1e9}}) == 1.2
+    assert show.worst_ratio({"numbers": {"different_bad": 3, "anything": 7}}) is None
+
+
+def test_what_shows_records_makes_none_stale(tmp_path: Path) -> None:
+    root = tmp_path / "conformance"
+    shutil.copytree(Path(identity.__file__).parent, root)
+    before = identity.hash_of(root)
+    assert before == identity.suite()["hash"]
+
+    def edit(name: str) -> str:
+        path = root / name
+        text = path.read_text()
+        path.write_text(text + "\n# another line\n")
+        found = identity.hash_of(root)
+        path.write_text(text)
+        return found
+
+    for name in ("report/plots.py", "index.py", "show.py", "junit.py", "cli.py"):
+        assert edit(name) == before, name
+    for name in ("checks/forward.py", "bounds.py", "targets/flex.py", "audit.py"):
+        assert edit(name) != before, name
 
 
 def test_ctrl_c_keeps_what_was_answered_and_the_run_resumes(tmp_path: Path) -> None:

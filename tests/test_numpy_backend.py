@@ -13,6 +13,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -724,6 +725,7 @@ def peak(call: dict[str, Any], *, backward: bool) -> tuple[int, int]:
                 setattr(filled, f"d{n}", recognise(np.zeros_like(call[n]), n))
     plan = BACKEND.plan(problem, Machine.here())
     BACKEND.run(problem, plan, filled)  # threads, caches and the BLAS controller exist now
+    BACKEND.release()
     tracemalloc.start()
     try:
         BACKEND.run(problem, plan, filled)
@@ -764,7 +766,7 @@ def test_the_workspace_does_not_grow(monkeypatch: pytest.MonkeyPatch, backward: 
         return max(peak(call, backward=backward)[0] for _ in range(4))
 
     used = []
-    for n in (4096, 16384):
+    for n in (8192, 32768):
         q, k = (rng.standard_normal((1, m, 1, 16)).astype("f4") for m in (n, n))
         used.append(most({"q": q, "k": k, "v": k, "window": (64, 0)}))
     assert used[1] <= used[0] + GROWTH
@@ -896,11 +898,11 @@ def test_a_failing_job_ends_the_call(error: type[BaseException], threads: int) -
 
     done_before = False
     with pytest.raises(error, match="job 5"):
-        pool.run_jobs((lambda w, n=n: job(n, w) for n in range(10_000)), dict, threads)
+        pool.run_jobs((lambda w, n=n: job(n, w) for n in range(10_000)), nullcontext, threads)
     assert len(done) < 9_999
     done_before = True
     done.clear()
-    pool.run_jobs((lambda w, n=n: job(n + 6, w) for n in range(100)), dict, threads)
+    pool.run_jobs((lambda w, n=n: job(n + 6, w) for n in range(100)), nullcontext, threads)
     assert sorted(done) == list(range(6, 106))
 
 
@@ -999,7 +1001,7 @@ def test_the_plan_is_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         BACKEND.plan(Problem.from_numbers(head_dim=64, seq_q=n), Machine.here())
         for n in (1 << 12, 1 << 18)
     ]
-    assert plans[0].tile == plans[1].tile == (("block_q", 512), ("block_k", 512))
+    assert plans[0].tile == plans[1].tile == (("block_q", 256), ("block_k", 256))
     assert plans[0].workspace_bytes <= plans[1].workspace_bytes <= 64 << 20
     assert plans[0].config == config.choose(Problem.from_numbers(head_dim=64))
 

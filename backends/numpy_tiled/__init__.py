@@ -56,6 +56,12 @@ class _Backend:
 
         run(problem, plan.config or config.choose(problem), call)
 
+    def release(self) -> None:
+        """Free the tile buffers that threads keep between calls (see `Plan.workspace_bytes`)."""
+        from portattn.backends.numpy_tiled import launch
+
+        launch.release()
+
     def kernel_files(self) -> tuple[str, ...]:
         return tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
 

@@ -159,7 +159,7 @@ def _query_jobs(problem: Problem, scoring: Scoring, views: Views, config: Config
         length = seq.q.shape[1]
         block_q = config.rows_for(problem.heads_k, seq.group, length)
         for head_k in range(problem.heads_k):
-            for rows in seq.row_tiles(head_k, block_q, 0, length):
+            for rows in seq.row_tiles(head_k, head_k + 1, block_q, 0, length):
                 yield partial(_query_gradient, scoring, seq, rows, config)
 
 
@@ -178,8 +178,8 @@ def _query_gradient(
         part = cut(seq, part_rows, j0, j1, ws)
         if part is None:
             continue
-        keys = seq.keys.key_tile(rows.head_k, j0, j1, ws)
-        values = seq.keys.value_tile(rows.head_k, j0, j1, ws)
+        keys = seq.keys.key_tile(rows.k0, j0, j1, ws)
+        values = seq.keys.value_tile(rows.k0, j0, j1, ws)
         tile = pull(scoring, seq, part_rows, j0, j1, part, q[at], keys, values, data.part(at), ws)
         gained = ws.array("product", part_rows.size, q.shape[1])
         product(tile.dscores, keys, tile.hidden, gained, ws)
@@ -265,7 +265,8 @@ def _add_key_gradient(
     keys = np.multiply(keys, scoring.factor, out=ws.array("scaled_keys", *keys.shape))
     values = seq.keys.value_tile(head_k, j0, j1, ws)
     dim, dim_v = keys.shape[1], values.shape[1]
-    for rows in seq.row_tiles(head_k, config.block_q, *seq.band.seeing(j0, j1)):
+    i0, i1 = seq.band.seeing(j0, j1)
+    for rows in seq.row_tiles(head_k, head_k + 1, config.block_q, i0, i1):
         part = cut(seq, rows, j0, j1, ws)
         if part is None:
             continue
@@ -324,7 +325,7 @@ def _bias_gradient(
         last = min(last, seq.q.shape[1])
         for h in owner.heads:
             for i0 in range(first, last, config.block_q):
-                rows = Rows(h // seq.group, h, h + 1, i0, min(i0 + config.block_q, last))
+                rows = seq.rows_of(h, i0, min(i0 + config.block_q, last))
                 _add_bias_gradient(scoring, seq, rows, owner, total, config, ws)
     np.copyto(into, total, casting="unsafe")
 
@@ -348,8 +349,8 @@ def _add_bias_gradient(
         part = cut(seq, rows, j0, j1, ws)
         if part is None:
             continue
-        keys = seq.keys.key_tile(rows.head_k, j0, j1, ws)
-        values = seq.keys.value_tile(rows.head_k, j0, j1, ws)
+        keys = seq.keys.key_tile(rows.k0, j0, j1, ws)
+        values = seq.keys.value_tile(rows.k0, j0, j1, ws)
         ds = pull(
             scoring, seq, rows, j0, j1, part, q, keys, values, data, ws, through_cap=False
         ).dscores
@@ -371,7 +372,7 @@ def _sink_gradient(views: Views, config: Config, head: int, ws: Workspace) -> No
         length = seq.q.shape[1]
         for i0 in range(0, length, config.block_q):
             i1 = min(i0 + config.block_q, length)
-            data = load_rows(seq, Rows(head // seq.group, head, head + 1, i0, i1), ws)
+            data = load_rows(seq, seq.rows_of(head, i0, i1), ws)
             lse = data.lse.astype(np.float64)
             share = np.where(lse == np.inf, 0, np.exp(sink - lse))  # no sink, no key: no share
             total -= float(np.dot(share, data.delta))

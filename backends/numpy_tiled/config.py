@@ -22,8 +22,18 @@ FEW_ROWS = 64
 FEW_SCORES = 1 << 17
 """Scores of a tile of few rows."""
 
-EDGES = 2
-"""Patterns of a band's edge that a thread keeps."""
+SCORES = 1 << 18
+"""Scores of the heads that share a tile: with what else it needs they fit a second-level cache of
+2 MiB."""
+
+VALUES = 1 << 16
+"""Numbers of a tile's rows of q or of out, and of its keys where they are copied, likewise."""
+
+KEPT = 8 << 20
+"""Bytes of a thread's buffers above which they are not kept for the next call."""
+
+TURNS = 4
+"""Jobs that each thread has at least where heads may share a tile."""
 
 JOBS = 16
 """Jobs that a sequence gives at least where it can: smaller tiles, then a split along the keys."""
@@ -33,7 +43,8 @@ JOBS = 16
 class Config:
     """Rows and keys of one tile.
 
-    ``block_q`` query rows at most, of several heads of one group where a sequence is short;
+    ``block_q`` query rows of a key head at most, of several heads of its group where a sequence is
+    short, and of `together` key heads;
     ``block_k`` keys; ``edge_k`` keys where the edge of a causal mask or window cuts through the
     tile; under at most `FEW_ROWS` rows, ``stream_k`` keys at most where BLAS reads the caller's
     array and ``copy_k`` where it needs a copy; ``chunk_k`` keys at least in each part of a tile
@@ -62,6 +73,19 @@ class Config:
         return self.copy_k if copied else min(self.stream_k, FEW_SCORES // rows)
 
 
+def together(problem: Problem, rows: int, keys: int, *, copied: bool) -> int:
+    """How many key heads' tiles of ``rows`` rows and ``keys`` keys may make one: each call to NumPy
+    does them all, and there are the fewer calls."""
+    if rows == 0 or keys == 0:
+        return 1
+    # Numbers of float64 are twice as wide; beside inputs of 16 bits, tiles count for twice as much.
+    item = 1 if problem.dtype == "float32" else 2
+    scores = FEW_SCORES // 2 if rows <= FEW_ROWS else SCORES
+    wide = max(rows, keys if copied else 0) * max(problem.head_dim, problem.head_dim_v)
+    most = min(scores // (rows * keys * item), VALUES // max(wide * item, 1))
+    return min(max(most, 1), problem.heads_k)
+
+
 def tile_count(heads_k: int, group: int, queries: int, block_q: int) -> int:
     """Row tiles of a sequence: heads of one group share a tile as far as they fit."""
     if queries == 0:
@@ -73,13 +97,12 @@ def tile_count(heads_k: int, group: int, queries: int, block_q: int) -> int:
 def choose(problem: Problem) -> Config:
     """The tiles for a problem: scores, and copies of keys and values where the dtype needs them,
     stay in a core's second-level cache."""
-    large = problem.dtype == "float32" and not problem.backward
     copy_k = 2048
     while copy_k > 128 and copy_k * max(problem.head_dim, problem.head_dim_v) > 1 << 18:
         copy_k //= 2
     return Config(
-        block_q=512 if large and not (problem.window or problem.causal) else 256,
-        block_k=512 if large else 256,
+        block_q=256,
+        block_k=256,
         edge_k=256,
         stream_k=1 << 15,
         chunk_k=4096,
@@ -106,10 +129,15 @@ def workspace_bytes(config: Config, problem: Problem, threads: int) -> int:
     but to make it smaller."""
     d, dv = problem.head_dim, problem.head_dim_v
     rows = min(config.block_q, problem.group * problem.seq_q)
-    many = rows * min(config.block_k, problem.seq_k)
-    few = min(rows, FEW_ROWS) * problem.seq_k
-    score = many if problem.backward else max(many, 2 * min(few, FEW_SCORES))
     keys = min(max(config.block_k, config.copy_k), problem.seq_k)
+    many = score = rows * min(config.block_k, problem.seq_k)
+    if not problem.backward:  # heads share a tile
+        few = min(rows, FEW_ROWS) * problem.seq_k
+        score = max(many, 2 * min(problem.heads_k * few, FEW_SCORES))
+        score = max(score, min(problem.heads_k * many, SCORES))
+        values = VALUES // max(d, dv, 1)
+        rows = max(rows, min(problem.heads_k * rows, values))
+        keys = max(keys, min(problem.heads_k * keys, values))
     tiles = score * (3 if problem.backward else 2)
     if problem.bias is not None:
         tiles += score
@@ -124,8 +152,6 @@ def workspace_bytes(config: Config, problem: Problem, threads: int) -> int:
     bytes_of_thread += item * min(max(config.block_k, config.stream_k), problem.seq_k)  # ones
     # masks of one byte an element: cut-out, its inverse, combinations
     bytes_of_thread += 6 * score + 4 * score * (problem.bias is not None)
-    if problem.causal or problem.window:
-        bytes_of_thread += EDGES * (1 + item) * score  # patterns of the band
     if problem.bias is not None and problem.backward:
         bytes_of_thread += 8 * score
     partials = 0

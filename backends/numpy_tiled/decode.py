@@ -13,26 +13,41 @@ from functools import partial
 
 import numpy as np
 
-from portattn.backends.numpy_tiled.config import JOBS, Config, tile_count
+from portattn.backends.numpy_tiled.config import JOBS, TURNS, Config, tile_count, together
 from portattn.backends.numpy_tiled.forward import Partial, attend, write
 from portattn.backends.numpy_tiled.masking import Array
 from portattn.backends.numpy_tiled.pool import Job
 from portattn.backends.numpy_tiled.tile import Rows, Scoring, Sequence, Workspace
+from portattn.problem import Problem
 
 
-def forward_jobs(scoring: Scoring, seq: Sequence, heads_k: int, config: Config) -> Iterator[Job]:
-    """The jobs of one sequence: a row tile each, or a chunk of one."""
+def forward_jobs(
+    scoring: Scoring, seq: Sequence, problem: Problem, config: Config, threads: int
+) -> Iterator[Job]:
+    """The jobs of one sequence: a row tile each, of several heads, or a chunk of one."""
     length = seq.q.shape[1]
-    block_q = config.rows_for(heads_k, seq.group, length)
-    tiles = tile_count(heads_k, seq.group, length, block_q)
-    for head_k in range(heads_k):
-        for rows in seq.row_tiles(head_k, block_q, 0, length):
-            chunks = _chunks(seq, rows, tiles, config)
-            if len(chunks) == 1:
-                yield partial(_whole, scoring, seq, rows, config)
-            else:
-                parts = _Parts(scoring, seq, rows, chunks, config)
-                yield from (partial(parts.run, n) for n in range(len(chunks)))
+    block_q = config.rows_for(problem.heads_k, seq.group, length)
+    tiles = tile_count(problem.heads_k, seq.group, length, block_q)
+    heads = 1
+    if tiles and not _splits(tiles, seq.keys.length, config):
+        of_head = min(block_q, seq.group * length)
+        copied = not (seq.keys.k_direct and seq.keys.v_direct)
+        keys = min(config.keys_for(of_head, copied=copied), seq.keys.length)
+        heads = together(problem, of_head, keys, copied=copied)
+        # No bit depends on who shares a tile, so the number of threads may count: each has some.
+        heads = min(heads, max(1, problem.batch * tiles // (TURNS * threads)))
+        heads = -(-problem.heads_k // -(-problem.heads_k // heads))
+    for rows in seq.row_tiles(0, problem.heads_k, block_q, 0, length, heads):
+        chunks = _chunks(seq, rows, tiles, config)
+        if len(chunks) == 1:
+            yield partial(_whole, scoring, seq, rows, config)
+        else:
+            parts = _Parts(scoring, seq, rows, chunks, config)
+            yield from (partial(parts.run, n) for n in range(len(chunks)))
+
+
+def _splits(tiles: int, keys: int, config: Config) -> bool:
+    return JOBS // tiles > 1 and keys >= 2 * config.chunk_k
 
 
 def _chunks(seq: Sequence, rows: Rows, tiles: int, config: Config) -> list[tuple[int, int]]:

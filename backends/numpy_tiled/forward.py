@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,9 @@ multiplied by, and lose a bit where that way is exact."""
 
 TINY = 2.0**-100
 """Sums below it, times e^-BOUND and a mantissa, are close to what float32 cannot hold."""
+
+SHARED_TILES = 2
+"""Row tiles over the same keys from which on one look at all of these pays."""
 
 _NO_ROWS: Array = np.empty(0, np.intp)
 
@@ -109,14 +112,17 @@ class _RowTile:
     ) -> None:
         self.scoring, self.seq, self.rows, self.ws = scoring, seq, rows, ws
         m = rows.size
-        few = m <= FEW_ROWS
-        width = config.keys_for(m, copied=not (seq.keys.k_direct and seq.keys.v_direct))
+        of_head = m // rows.heads_k
+        few = of_head <= FEW_ROWS
+        width = config.keys_for(of_head, copied=not (seq.keys.k_direct and seq.keys.v_direct))
         self.span = (seq.band, rows.i0, rows.i1, first, last, width, config.edge_k)
         self.acc = ws.array("acc", m, seq.keys.v.shape[-1])
         self.top, self.total = ws.array("top", m), ws.array("total", m)
-        self.q = self.q_columns = load_scaled_queries(seq, rows, scoring, ws)
-        if few and m > 1:  # BLAS streams the keys better as its left operand
-            self.q_columns = load(self.q.T, ws.array("q_columns", *self.q.T.shape))
+        self.q = load_scaled_queries(seq, rows, scoring, ws)
+        self.q_columns: Array | None = None
+        if few and of_head > 1:  # BLAS streams the keys better as its left operand
+            columns = self.q.reshape(rows.heads_k, of_head, -1).swapaxes(1, 2)
+            self.q_columns = load(columns, ws.array("q_columns", *columns.shape))
         self.bounded = not few and seq.bias is None and seq.slopes is None
         """Whether norms may stand in for the running maximum."""
         self.exact = False
@@ -135,7 +141,7 @@ class _RowTile:
             part = cut(self.seq, rows, j0, j1, self.ws)
             if part is None:
                 continue
-            keys = self.seq.keys.key_tile(rows.head_k, j0, j1, self.ws)
+            keys = self.seq.keys.key_tiles(rows, j0, j1, self.ws)
             scores = self._scores(keys, at)
             safe = bound is not None and bound.rows(keys, part, at)
             shaped = scores.reshape(rows.h1 - rows.h0, rows.i1 - rows.i0, j1 - j0)
@@ -149,21 +155,23 @@ class _RowTile:
                 self._clear()
             self.started = True
             shrink = self._weigh(scores, shaped, part, safe, hidden, at, fresh)
-            values = self.seq.keys.value_tile(rows.head_k, j0, j1, self.ws, "k")
+            values = self.seq.keys.value_tiles(rows, j0, j1, self.ws)
             self._add(scores, values, shrink, hidden if self.exact else None, at, fresh)
         if not self.started:
             self._clear()
         return Partial(self.acc, self.top, self.total)
 
     def _scores(self, keys: Array, at: slice) -> Array:
-        """(m, n) products of the rows ``at`` with the keys."""
-        scores = self.ws.array("scores", at.stop - at.start, len(keys))
-        if self.q_columns is self.q:
-            np.matmul(self.q[at], keys.T, out=scores)
+        """(m, n) products of the rows ``at`` with their heads' keys."""
+        heads, n, dim = keys.shape
+        scores = self.ws.array("scores", at.stop - at.start, n)
+        of_heads = scores.reshape(heads, -1, n)
+        if self.q_columns is None:
+            np.matmul(self.q[at].reshape(heads, -1, dim), keys.swapaxes(1, 2), out=of_heads)
         else:
-            columns = self.ws.array("columns", len(keys), len(self.q))
+            columns = self.ws.array("columns", heads, n, self.q_columns.shape[2])
             np.matmul(keys, self.q_columns, out=columns)
-            np.copyto(scores, columns.T[at])
+            np.copyto(of_heads, columns[:, :, at if heads == 1 else slice(None)].swapaxes(1, 2))
         return scores
 
     def _weigh(
@@ -250,7 +258,7 @@ class _RowTile:
         m, n = weights.shape
         if fresh:
             np.matmul(weights, self.ws.ones(n), out=total)
-            product(weights, values, hidden, acc, self.ws)
+            self._product(weights, values, hidden, acc)
             return
         if shrink is not None:
             np.multiply(total, shrink, out=total)
@@ -258,8 +266,21 @@ class _RowTile:
         row_sums = np.matmul(weights, self.ws.ones(n), out=self.ws.array("row_sums", m))
         np.add(total, row_sums, out=total)
         gained = self.ws.array("product", *acc.shape)
-        product(weights, values, hidden, gained, self.ws)
+        self._product(weights, values, hidden, gained)
         np.add(acc, gained, out=acc)
+
+    def _product(
+        self, weights: Array, values: Array, hidden: Callable[[], Bools] | None, out: Array
+    ) -> None:
+        """`product` for the rows of several key heads, with the values of each."""
+        heads, n, dim = values.shape
+        weights, out = weights.reshape(heads, -1, n), out.reshape(heads, -1, dim)
+        if hidden is None or np.isfinite(values).all():
+            np.matmul(weights, values, out=out)
+            return
+        of_heads = hidden().reshape(weights.shape)
+        for w, v, h, o in zip(weights, values, of_heads, out, strict=True):
+            product(w, v, h.view, o, self.ws)
 
     def _clear(self) -> None:
         self.acc.fill(0)
@@ -272,17 +293,23 @@ class _Bound:
     row sees there. NaN and inf are never within."""
 
     def __init__(self, scoring: Scoring, seq: Sequence, rows: Rows, q: Array) -> None:
-        self._heads = rows.shape[0]
+        self._rows = rows
         self._limit = (BOUND / float(scoring.to_e)) ** 2
-        counts = seq.band.counts(rows.i0, rows.i1)
         self._many: Bools | None = None
-        if counts.min(initial=MANY_KEYS) < MANY_KEYS:
-            self._many = np.tile(counts >= MANY_KEYS, self._heads)
+        if seq.band.fewest(rows.i0, rows.i1) < MANY_KEYS:
+            self._many = np.tile(seq.band.counts(rows.i0, rows.i1) >= MANY_KEYS, rows.shape[0])
         self._capped = scoring.softcap is not None and scoring.softcap <= BOUND
         self._q2 = norms2(q)
         if scoring.softcap is not None:
             self._q2 *= scoring.cap**2
-        self._largest = self._q2.max()
+        self._largest = self._q2.reshape(rows.heads_k, -1).max(axis=1)
+        # What holds for all keys of the sequence holds in each tile: one look at them serves every
+        # tile of rows. Where it does not hold, each tile is looked at for itself, so that it
+        # decides only how long the answer takes.
+        self._always = False
+        if seq.group * seq.q.shape[1] * rows.heads_k >= SHARED_TILES * rows.size:
+            of_heads = [largest_norm2(seq, head) for head in range(rows.k0, rows.k1)]
+            self._always = bool((self._largest * of_heads <= self._limit).all())
 
     def rows(self, keys: Array, part: Cut, at: slice) -> Bools | bool:
         """Bools (m,) for the rows ``at``; True or False for all of them."""
@@ -295,27 +322,43 @@ class _Bound:
     def _within(self, keys: Array, part: Cut, at: slice) -> Bools | bool:
         if part.hidden is not None and (part.edge is None or not part.edge.single):
             return False
-        k2 = norms2(keys)
-        largest = k2.max()
-        if self._largest * largest <= self._limit:  # with hidden keys: the more without them
+        if self._always:
             return True
+        k2 = norms2(keys)
+        largest = k2.max(axis=1)
+        if (self._largest * largest <= self._limit).all():  # with hidden keys: the more without
+            return True
+        q2 = self._q2[at].reshape(self._rows.heads_k, self._rows.group, -1)
+        largest = largest[:, None]
         if part.edge is not None:
             # Behind the last key (or before the first) that a row sees, no norm counts.
             if part.edge.cuts_right:
-                running = np.maximum.accumulate(k2)
+                running = np.maximum.accumulate(k2, axis=1)
             else:
-                running = np.maximum.accumulate(k2[::-1])[::-1]
-            largest = np.where(part.edge.sees_any, running[part.edge.last], 0)
-            if self._heads > 1:
-                largest = np.tile(largest, self._heads)
-        safe: Bools = self._q2[at] * largest <= self._limit
-        return safe
+                running = np.maximum.accumulate(k2[:, ::-1], axis=1)[:, ::-1]
+            largest = np.where(part.edge.sees_any, running[:, part.edge.last], 0)
+        safe: Bools = q2 * largest[:, None] <= self._limit
+        return safe.reshape(-1)
+
+
+def largest_norm2(seq: Sequence, head_k: int) -> Any:
+    """The largest |k_j|^2 of a head's keys that some query sees; inf where BLAS cannot read them as
+    they lie, for then it would cost another copy. Kept for the head's other tiles."""
+    if not seq.keys.k_direct:
+        return np.inf
+    largest = seq.keys.norms2.get(head_k)
+    if largest is None:
+        keys = seq.keys.k[head_k]
+        j0, j1 = seq.band.seen(0, seq.band.rows)
+        parts = [norms2(keys[j : min(j + 4096, j1)]).max() for j in range(j0, j1, 4096)]
+        largest = seq.keys.norms2[head_k] = np.max(parts, initial=0)  # NaN if one is
+    return largest
 
 
 def norms2(x: Array) -> Array:
-    """|x_i|^2 of each row."""
+    """|x_i|^2 of each row, along the last axis."""
     vecdot = getattr(np, "vecdot", None)  # NumPy 2.0 on; half the time of einsum
-    squares: Array = np.einsum("ij,ij->i", x, x) if vecdot is None else vecdot(x, x)
+    squares: Array = np.einsum("...j,...j->...", x, x) if vecdot is None else vecdot(x, x)
     return squares
 
 

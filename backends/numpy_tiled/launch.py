@@ -6,7 +6,6 @@ are made one at a time as the jobs are handed out, so that nothing grows with th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain
@@ -20,7 +19,7 @@ from portattn.backends.numpy_tiled.config import Config
 from portattn.backends.numpy_tiled.decode import forward_jobs
 from portattn.backends.numpy_tiled.masking import Array, Band
 from portattn.backends.numpy_tiled.pool import run_jobs
-from portattn.backends.numpy_tiled.tile import Keys, Scoring, Sequence, Workspace, blas_reads
+from portattn.backends.numpy_tiled.tile import Keys, Scoring, Sequence, Workspaces, blas_reads
 from portattn.contract import Call
 from portattn.problem import Problem
 
@@ -30,30 +29,39 @@ SMALL_MATRIX = 1 << 13  # elements of each operand
 SMALL_PRODUCT = 1 << 18  # multiplications
 POOL_FLOPS = 1 << 23  # about 0.1 ms of one core: less than this is not worth waking another
 
+_WORKSPACES = {dtype: Workspaces(dtype, config.thread_count) for dtype in ("float32", "float64")}
+
 
 def run(problem: Problem, tiles: Config, call: Call) -> None:
     """Fill ``call`` in place: ``out`` and ``lse``, or the gradients of a backward problem."""
     scoring = Scoring.of(problem)
     views = Views.of(problem, call)
+    work = flops(problem)
+    threads = config.thread_count() if work >= POOL_FLOPS else 1
     if problem.backward:
         jobs = backward.gradient_jobs(problem, scoring, views, tiles)
     else:
         jobs = chain.from_iterable(
-            forward_jobs(scoring, views.sequence(b), problem.heads_k, tiles) for b in views.order()
+            forward_jobs(scoring, views.sequence(b), problem, tiles, threads) for b in views.order()
         )
-    make_workspace = functools.partial(Workspace, scoring.dtype)
+    workspace = _WORKSPACES[scoring.dtype].lend
     rows = max(1, min(tiles.block_q, problem.group * problem.seq_q))
     keys = min(max(tiles.block_k, tiles.keys_for(rows, copied=False)), problem.seq_k)
     wide = max(problem.head_dim, problem.head_dim_v)
-    work = flops(problem)
     if (
         max(rows * keys, rows * wide, keys * wide) < SMALL_MATRIX
         and rows * keys * wide <= SMALL_PRODUCT
         and work < POOL_FLOPS
     ):
-        run_jobs(jobs, make_workspace, 1, nullcontext())
+        run_jobs(jobs, workspace, 1, nullcontext())
     else:
-        run_jobs(jobs, make_workspace, config.thread_count() if work >= POOL_FLOPS else 1)
+        run_jobs(jobs, workspace, threads)
+
+
+def release() -> None:
+    """Free the buffers that are kept for the next call."""
+    for workspaces in _WORKSPACES.values():
+        workspaces.clear()
 
 
 def flops(problem: Problem) -> float:
@@ -164,10 +172,10 @@ class Views(NamedTuple):
         """Keys and values of sequence ``b``."""
         used = None if self.used is None else self.used[b]
         if self.table is not None:
-            return Keys(self.k, self.v, used or 0, False, False, self.pages(b))
+            return Keys(self.k, self.v, used or 0, False, False, {}, self.pages(b))
         k, v = self.key_part(self.k, b), self.key_part(self.v, b)
         length = k.shape[1] if used is None else used
-        return Keys(k, v, length, self.k_direct, self.v_direct)
+        return Keys(k, v, length, self.k_direct, self.v_direct, {})
 
     def pages(self, b: int) -> tuple[int, ...]:
         """The blocks that sequence ``b`` uses; no other entry of the table is read."""

@@ -71,13 +71,23 @@ class Band:
 
     def hidden(self, i0: int, i1: int, j0: int, j1: int) -> Bools:
         """(i1 - i0, j1 - j0) bools, True where the row does not see the key; a view."""
+        return toeplitz(self.hidden_diagonals(i0, i1, j0, j1), i1 - i0, j1 - j0)
+
+    def hidden_diagonals(self, i0: int, i1: int, j0: int, j1: int) -> Bools:
+        """One bool for each of the tile's `diagonals`."""
         steps = diagonals(i0, i1, j0, j1)
         out = np.zeros(len(steps), bool)
         if self.low is not None:
             out |= steps < self.low
         if self.high is not None:
             out |= steps > self.high
-        return toeplitz(out, i1 - i0, j1 - j0)
+        return out
+
+    def fewest(self, i0: int, i1: int) -> int:
+        """The fewest keys that one row of [i0, i1) sees."""
+        # From row to row the count rises, stays and falls: the fewest is at an end.
+        counts = (last - first for first, last in (self.seen(i, i + 1) for i in (i0, i1 - 1)))
+        return min(counts)
 
     def counts(self, i0: int, i1: int) -> NDArray[np.int64]:
         """How many keys each row of [i0, i1) sees."""
@@ -90,10 +100,11 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """How a band cuts a tile. ``hidden`` (rows, keys), laid out row by row, and ``keep``: the same
-    as bits, all 1 where the row sees the key, to be anded to the weights. Where ``single``, one
-    edge of the band alone is in the tile: on the right, keys behind ``last`` (a row's index within
-    the tile) are hidden; on the left, those before it. ``sees_any`` tells rows that see no key."""
+    """How a band cuts a tile. ``hidden`` (rows, keys), and ``keep``: the same as bits, all 1 where
+    the row sees the key, to be anded to the weights; both are views of one value per diagonal.
+    Where ``single``, one edge of the band alone is in the tile: on the right, keys behind ``last``
+    (a row's index within the tile) are hidden; on the left, those before it.
+    ``sees_any`` tells rows that see no key."""
 
     hidden: Bools
     keep: Array
@@ -105,16 +116,19 @@ class Edge:
     @staticmethod
     def of(band: Band, i0: int, i1: int, j0: int, j1: int, itemsize: int) -> Edge:
         """The edge in rows [i0, i1) and keys [j0, j1) of scores of ``itemsize`` bytes."""
-        hidden = np.ascontiguousarray(band.hidden(i0, i1, j0, j1))
+        hidden = band.hidden_diagonals(i0, i1, j0, j1)
         keep = hidden.astype(f"u{itemsize}")
         keep -= 1  # 0 becomes all ones
+        shape = i1 - i0, j1 - j0
         right = band.high is not None and j1 - 1 > i0 + band.high
         left = band.low is not None and j0 < i1 - 1 + band.low
         shift = (band.high if right else band.low) or 0
         index = np.arange(i0, i1) + (shift - j0)
         sees_any = index >= 0 if right else index < j1 - j0
         last = np.clip(index, 0, j1 - j0 - 1)
-        return Edge(hidden, keep, left != right, right, last, sees_any)
+        return Edge(
+            toeplitz(hidden, *shape), toeplitz(keep, *shape), left != right, right, last, sees_any
+        )
 
 
 def diagonals(i0: int, i1: int, j0: int, j1: int) -> NDArray[np.int64]:

@@ -122,7 +122,7 @@ if hasattr(os, "register_at_fork"):
 
 def run_jobs(
     jobs: Iterator[Job],
-    make_workspace: Callable[[], Any],
+    workspace: Callable[[], AbstractContextManager[Any]],
     threads: int,
     limit: AbstractContextManager[None] = BLAS,
 ) -> None:
@@ -136,11 +136,11 @@ def run_jobs(
 
     def work() -> None:
         try:
-            workspace = make_workspace()
             # NaN, inf and overflow are the caller's own; the contract says where they may show.
-            with np.errstate(all="ignore"), limit:  # errstate holds in this thread alone
+            # (errstate holds in this thread alone.)
+            with workspace() as ws, np.errstate(all="ignore"), limit:
                 for job in queue:
-                    job(workspace)
+                    job(ws)
         except BaseException:
             queue.stop()
             raise

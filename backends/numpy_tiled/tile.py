@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from portattn.backends.numpy_tiled.config import EDGES
+from portattn.backends.numpy_tiled.config import KEPT
 from portattn.backends.numpy_tiled.masking import Array, Band, Bools, Edge, diagonals, toeplitz
 from portattn.problem import Problem
 
 
 class Rows(NamedTuple):
-    """Query rows of one tile: heads [h0, h1) of the group that reads key head ``head_k``, queries
-    [i0, i1) of each."""
+    """Query rows of one tile: queries [i0, i1) of the heads [h0, h1), which read the key heads
+    [k0, k1): a part of one head's group, or the whole groups of several."""
 
-    head_k: int
+    k0: int
+    k1: int
     h0: int
     h1: int
     i0: int
@@ -40,6 +43,16 @@ class Rows(NamedTuple):
     def size(self) -> int:
         """Rows in all."""
         return (self.h1 - self.h0) * (self.i1 - self.i0)
+
+    @property
+    def heads_k(self) -> int:
+        """Key heads."""
+        return self.k1 - self.k0
+
+    @property
+    def group(self) -> int:
+        """Query heads of each key head."""
+        return (self.h1 - self.h0) // (self.k1 - self.k0)
 
 
 class Workspace:
@@ -72,6 +85,11 @@ class Workspace:
             self._views[key] = view
         return view
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(x.nbytes for x in self._flat.values())
+
     def ones(self, n: int) -> Array:
         """n ones."""
         ones = self._flat.get("ones")
@@ -84,10 +102,35 @@ class Workspace:
         key = (band.low, band.high, i1 - i0, j0 - i0, j1 - i0)
         edge = self._edges.get(key)
         if edge is None:
-            if len(self._edges) >= EDGES:
+            if len(self._edges) >= 64:
                 self._edges.clear()
             edge = self._edges[key] = Edge.of(band, i0, i1, j0, j1, self.dtype.itemsize)
         return edge
+
+
+class Workspaces:
+    """Workspaces of one dtype between the calls: fresh memory costs a page fault for every 4 KiB,
+    which a short call would feel. At most ``limit`` are kept, and none above `KEPT`; `clear` frees
+    them."""
+
+    def __init__(self, dtype: str, limit: Callable[[], int]) -> None:
+        self._dtype, self._limit = dtype, limit
+        self._kept: deque[Workspace] = deque()  # append and pop are atomic
+
+    @contextmanager
+    def lend(self) -> Iterator[Workspace]:
+        """A workspace that nobody else has. It is not kept if what it was used for failed."""
+        try:
+            ws = self._kept.pop()
+        except IndexError:
+            ws = Workspace(self._dtype)
+        yield ws
+        if len(self._kept) < self._limit() and ws.nbytes <= KEPT:
+            self._kept.append(ws)
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        self._kept.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +193,22 @@ def blas_reads(x: Array, dtype: Any) -> bool:
 
 class Keys(NamedTuple):
     """Keys and values of one sequence: (Hk, S, D) views, or with ``table`` the pages
-    (num_blocks, block_size, Hk, D). ``length`` keys are in use; no other is read."""
+    (num_blocks, block_size, Hk, D). ``length`` keys are in use; no other is read. ``norms2``
+    remembers one number a head (see `forward.largest_norm2`)."""
 
     k: Array
     v: Array
     length: int
     k_direct: bool
     v_direct: bool
+    norms2: dict[int, Any]
     table: tuple[int, ...] | None = None
+
+    @property
+    def heads(self) -> int:
+        """Hk."""
+        heads: int = self.k.shape[0 if self.table is None else 2]
+        return heads
 
     def key_tile(self, head: int, j0: int, j1: int, ws: Workspace) -> Array:
         """(j1 - j0, D) keys in the accumulator's dtype, readable by BLAS."""
@@ -165,11 +216,27 @@ class Keys(NamedTuple):
             return self.k[head, j0:j1]
         return self._copied(self.k, head, j0, j1, ws.array("k", j1 - j0, self.k.shape[-1]))
 
-    def value_tile(self, head: int, j0: int, j1: int, ws: Workspace, buffer: str = "v") -> Array:
-        """(j1 - j0, Dv) values likewise; ``buffer`` "k" where the keys are no longer needed."""
+    def value_tile(self, head: int, j0: int, j1: int, ws: Workspace) -> Array:
+        """(j1 - j0, Dv) values likewise."""
         if self.v_direct:
             return self.v[head, j0:j1]
-        return self._copied(self.v, head, j0, j1, ws.array(buffer, j1 - j0, self.v.shape[-1]))
+        return self._copied(self.v, head, j0, j1, ws.array("v", j1 - j0, self.v.shape[-1]))
+
+    def key_tiles(self, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
+        """(heads, j1 - j0, D) keys that the rows read."""
+        return self._tiles(self.k, self.k_direct, rows, j0, j1, ws)
+
+    def value_tiles(self, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
+        """(heads, j1 - j0, Dv) values, perhaps in the place of the keys of `key_tiles`."""
+        return self._tiles(self.v, self.v_direct, rows, j0, j1, ws)
+
+    def _tiles(self, x: Array, direct: bool, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
+        if direct:
+            return x[rows.k0 : rows.k1, j0:j1]
+        into = ws.array("k", rows.heads_k, j1 - j0, x.shape[-1])
+        for head, tile in enumerate(into, rows.k0):
+            self._copied(x, head, j0, j1, tile)
+        return into
 
     def _copied(self, x: Array, head: int, j0: int, j1: int, into: Array) -> Array:
         if self.table is None:
@@ -186,8 +253,10 @@ def load_scaled_queries(seq: Sequence, rows: Rows, scoring: Scoring, ws: Workspa
     """(m, D) queries times the factor, in the accumulator's dtype; several heads' rows one after
     another."""
     dim = seq.q.shape[-1]
-    q = load(seq.q[rows.h0 : rows.h1, rows.i0 : rows.i1], ws.array("q", *rows.shape, dim))
-    np.multiply(q, scoring.factor, out=q)
+    given, q = seq.q[rows.h0 : rows.h1, rows.i0 : rows.i1], ws.array("q", *rows.shape, dim)
+    if given.dtype != q.dtype:
+        given = load(given, q)
+    np.multiply(given, scoring.factor, out=q)
     return q.reshape(rows.size, dim)
 
 
@@ -218,24 +287,37 @@ class Sequence(NamedTuple):
     @property
     def group(self) -> int:
         """Query heads per key head."""
-        heads_k: int = self.keys.k.shape[0 if self.keys.table is None else 2]
-        return len(self.q) // heads_k
+        return len(self.q) // self.keys.heads
 
-    def row_tiles(self, head_k: int, block_q: int, i0: int, i1: int) -> Iterator[Rows]:
-        """Tiles over the queries [i0, i1) of the heads that read ``head_k``, the last queries
-        first (under a causal mask they see the most keys). Heads of a short sequence share a
-        tile, so that keys are read once for all of them."""
+    def rows_of(self, head: int, i0: int, i1: int) -> Rows:
+        """The tile of queries [i0, i1) of one head."""
+        head_k = head // self.group
+        return Rows(head_k, head_k + 1, head, head + 1, i0, i1)
+
+    def row_tiles(
+        self, k0: int, k1: int, block_q: int, i0: int, i1: int, together: int = 1
+    ) -> Iterator[Rows]:
+        """Tiles over the queries [i0, i1) of the heads that read the key heads [k0, k1), the last
+        queries first (under a causal mask they see the most keys). Heads of a short sequence share
+        a tile, so that keys are read once for all of them; where a group does, so do the groups of
+        ``together`` key heads."""
         group, length = self.group, i1 - i0
         heads = min(group, max(1, block_q // max(length, 1)))
-        for a in range(i0 + (length - 1) // block_q * block_q, i0 - 1, -block_q):
-            for h in range(head_k * group, (head_k + 1) * group, heads):
-                yield Rows(head_k, h, min(h + heads, (head_k + 1) * group), a, min(a + block_q, i1))
+        last = i0 + (length - 1) // block_q * block_q
+        if heads < group:
+            together = 1
+        for k in range(k0, k1, together):
+            ends = min(k + together, k1)
+            for a in range(last, i0 - 1, -block_q):
+                for h in range(k * group, ends * group, heads * together):
+                    h1 = min(h + heads * together, ends * group)
+                    yield Rows(k, ends, h, h1, a, min(a + block_q, i1))
 
 
 def trimmed(seq: Sequence, rows: Rows, j0: int, j1: int) -> tuple[Rows, slice]:
     """The tile's rows without those at the band's edge that see no key of [j0, j1), and where
     they lie among the tile's rows. Rows of several heads stay together."""
-    if rows.h1 - rows.h0 > 1:
+    if rows.h1 - rows.h0 > 1 or seq.band.covers(rows.i0, rows.i1, j0, j1):
         return rows, slice(0, rows.size)
     i0, i1 = seq.band.seeing(j0, j1)
     i0, i1 = max(i0, rows.i0), min(i1, rows.i1)

@@ -105,7 +105,7 @@ def _unclaimed(manifest: Manifest, tier: str) -> Iterator[Case]:
     for dtype in one(manifest):
         yield case_of("P05", manifest, dtype, {"n": 33, "m": 65})
     for dtype in DTYPES:
-        if dtype not in manifest.dtypes:
+        if dtype not in (*manifest.dtypes, *manifest.unasked_dtypes):
             yield case_of("P05", manifest, dtype, {"n": 33, "m": 65})
 
 

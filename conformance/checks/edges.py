@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 
-from portattn.conformance import judge
+from portattn.conformance import judge, placement
 from portattn.conformance.case import Case, Outcome, check
 from portattn.conformance.checks.helpers import (
     Rows,
     call,
     differentiate,
+    half,
     judged,
     judged_backward,
     states,
@@ -18,14 +21,19 @@ from portattn.conformance.checks.helpers import (
     unless_refused,
 )
 from portattn.conformance.checks.masks import both
-from portattn.conformance.context import Context
+from portattn.conformance.context import Context, Decided, cause_of
 from portattn.conformance.generators import ask, generator, upstream
 from portattn.conformance.reference import Array, Attention
 
 _EMPTY = [{"b": b, "n": n, "m": 5, "h": 2, "d": 32} for b, n in ((0, 4), (1, 0), (0, 0))]
 
 
-@check("E01", "B = 0 or Sq = 0", level=0, cases=sweep("E01", {"smoke": _EMPTY}, dtypes=two))
+@check(
+    "E01",
+    "B = 0 or Sq = 0",
+    level=0,
+    cases=sweep("E01", {"smoke": _EMPTY}, dtypes=two, must=True),
+)
 def empty_queries(ctx: Context, case: Case) -> Outcome:
     """An empty output of the right shape, no launch, no division by zero (BUG-005)."""
     return judged(ctx, ask(case))
@@ -36,7 +44,10 @@ def empty_queries(ctx: Context, case: Case) -> Outcome:
     "Sk = 0",
     level=0,
     cases=sweep(
-        "E02", {"smoke": [{"n": 3, "m": 0}], "cpu": [{"n": 129, "m": 0, "b": 2}]}, dtypes=two
+        "E02",
+        {"smoke": [{"n": 3, "m": 0}], "cpu": [{"n": 129, "m": 0, "b": 2}]},
+        dtypes=two,
+        must=True,
     ),
 )
 def empty_keys(ctx: Context, case: Case) -> Outcome:
@@ -274,16 +285,17 @@ def visible_poison(ctx: Context, case: Case) -> Outcome:
     cases=sweep(
         "E12",
         {"gpu": [{"n": 64, "b": 1, "h": 56, "d": 128}]},
-        dtypes=lambda manifest: [x for x in manifest.dtypes if x in ("float16", "bfloat16")][:1],
+        dtypes=half,
         needs=["strides"],
     ),
     tiers=("gpu",),
 )
 def far_offsets(ctx: Context, case: Case) -> Outcome:
-    """The last 64 rows of a fused buffer of 99,866 rows: index times stride passes 2^31
+    """The last 64 rows of a fused buffer of more than 2^31 elements: index times stride passes it
     (BUG-012). The buffer is made on the device."""
     asked = ask(case)
-    out = _at_the_end_of_a_large_buffer(ctx, asked, rows=99_866)
+    row = 3 * asked.heads[0] * asked.q.shape[-1]
+    out = _at_the_end_of_a_large_buffer(ctx, asked, rows=2**31 // row + asked.q.shape[2])
     if isinstance(out, Outcome):
         return out
     bound, _ = judge.limits(asked, ctx.manifest)
@@ -303,7 +315,7 @@ def far_offsets(ctx: Context, case: Case) -> Outcome:
                 {"b": 10923, "h": 6, "n": 4, "d": 64},
             ]
         },
-        dtypes=lambda manifest: [x for x in manifest.dtypes if x == "float16"],
+        dtypes=half,
     ),
     tiers=("gpu",),
 )
@@ -370,21 +382,28 @@ def hidden_poison_backward(ctx: Context, case: Case) -> Outcome:
 
 def _at_the_end_of_a_large_buffer(ctx: Context, asked: Attention, rows: int) -> Array | Outcome:
     """The output for ``asked`` as the last rows of a (1, rows, 3, H, D) buffer on the device."""
-    if ctx.manifest.array != "torch" or ctx.manifest.device != "cuda":
-        return Outcome.not_run("needs torch arrays on a CUDA device")
-    import torch
-
+    if ctx.manifest.device != "cuda":
+        return Outcome.not_run("needs a CUDA device")
+    library = importlib.import_module(ctx.manifest.array)
     b, h, n, d = asked.q.shape
-    kind = getattr(torch, str(asked.q.dtype))
+    like = ctx.kind.make(placement.lay(asked.q, "contiguous"))
+    given = {"device": like.device} if ctx.manifest.array == "torch" else {}
     try:
-        buffer = torch.empty((b, rows, 3, h, d), dtype=kind, device="cuda")
-    except torch.cuda.OutOfMemoryError as error:
+        buffer = library.empty((b, rows, 3, h, d), dtype=like.dtype, **given)
+    except Exception as error:  # each library has its own for this
+        if cause_of(error) != "oom":
+            raise
         return Outcome.not_run(f"the buffer does not fit the device: {error}")
     views = []
     for index, x in enumerate((asked.q, asked.k, asked.v)):
         view = buffer[:, rows - n :, index]
-        view.copy_(torch.from_numpy(x.astype(np.float32)).swapaxes(1, 2))
+        view[...] = ctx.kind.make(placement.lay(x.swapaxes(1, 2), "contiguous"))
         views.append(view if ctx.manifest.layout == "bshd" else view.swapaxes(1, 2))
-    out, _ = ctx.target.forward(*views)
-    values: Array = out.float().cpu().numpy().astype(np.float64)
+    attempt = ctx.attempt(*views)
+    if attempt.refused:
+        claimed = ctx.manifest.claims("strides")
+        raise Decided("claimed_but_refused" if claimed else "rejected", str(attempt.error))
+    if attempt.error is not None:
+        raise Decided(cause_of(attempt.error), f"{type(attempt.error).__name__}: {attempt.error}")
+    values: Array = ctx.kind.values(attempt.result[0]).astype(np.float64)
     return values if ctx.manifest.layout == "bhsd" else values.swapaxes(1, 2)

@@ -45,6 +45,12 @@ def two(manifest: Manifest) -> Iterable[str]:
     return dict.fromkeys([*one(manifest), *halves])
 
 
+def half(manifest: Manifest) -> Iterable[str]:
+    """One half dtype where claimed, for what is large."""
+    halves = [x for x in ("float16", "bfloat16") if x in manifest.dtypes]
+    return (halves or manifest.dtypes)[:1]
+
+
 def unscaled(manifest: Manifest) -> Iterable[str]:
     """Dtypes in which scaling by a power of two is exact; float16 has subnormals nearby."""
     return [x for x in manifest.dtypes if x != "float16"]
@@ -117,6 +123,7 @@ def claimed(manifest: Manifest, params: Mapping[str, Any], needs: Sequence[str] 
         head_dim_v=params["dv"],
         features=[*features, *needs],
         alignment=causal if isinstance(causal, str) else None,
+        sizes=(params["b"], params["n"], params["m"]),
     )
 
 

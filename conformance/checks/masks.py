@@ -425,7 +425,8 @@ def late_start(ctx: Context, case: Case) -> Outcome:
     n = asked.q.shape[2]
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]
     shown = (j <= i) & (j > i - 10)
-    found = [judged(ctx, asked.having(bias=cast(np.where(shown, 0.0, -np.inf), "float32")))]
+    added = cast(np.where(shown, 0.0, -np.inf), case.params["dtype"])
+    found = [judged(ctx, asked.having(bias=added))]
     if ctx.manifest.claims("mask"):
         found.append(judged(ctx, asked.having(mask=shown)))
     if ctx.manifest.claims("window"):

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from portattn.conformance import judge
 from portattn.conformance.case import Case, Outcome, check
 from portattn.conformance.checks.helpers import Rows, call, differentiate, one, sweep, two
 from portattn.conformance.context import Context
-from portattn.conformance.generators import ask, cumulative, generator, pack, paged, upstream
+from portattn.conformance.generators import ask, cast, cumulative, generator, pack, paged, upstream
 from portattn.conformance.meters import Memory
 from portattn.conformance.reference import Attention
 
@@ -344,11 +343,11 @@ def broadcast(ctx: Context, case: Case) -> Outcome:
     asked = ask(replace(case, params=params))
     n, rng = asked.q.shape[2], generator(case, 1)
     masked = asked.having(mask=rng.random((1, 1, n, n)) < 0.9)
-    biased: dict[str, Any] = {"bias": rng.standard_normal((1, 1, n, n)).astype(np.float32)}
+    added = cast(rng.standard_normal((1, 1, n, n)), case.params["dtype"])
     plain = forward_memory(ctx, asked).workspace
     found = [_not_expanded(ctx, masked, plain, 1)]
     if ctx.manifest.claims("bias"):
-        found.append(_not_expanded(ctx, asked.having(**biased), plain, 4))
+        found.append(_not_expanded(ctx, asked.having(bias=added), plain, added.itemsize))
     return judge.all_of(found)
 
 

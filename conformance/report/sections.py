@@ -11,7 +11,7 @@ from typing import Any
 
 from portattn.conformance.case import GROUPS
 from portattn.conformance.levels import LEVELS
-from portattn.conformance.record import replay_command, text_of
+from portattn.conformance.record import only_dtypes, replay_command, text_of
 from portattn.conformance.report import plots
 from portattn.conformance.report.facts import (
     FEATURES,
@@ -80,6 +80,8 @@ def summary(index: int, facts: Facts) -> Markup:
     level = record["level"]
     following = next((name for name in LEVELS if record["levels"][name]), None)
     granted = f"{level} – {LEVELS[level]}" if level else "no level"
+    if only := only_dtypes(record):
+        granted += f", for {only} only"
     why = None
     if following is not None:
         why = element(

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from portattn.machine import Machine
+
 SHIPPED: Mapping[str, str] = {
     "numpy": "backend:numpy",
     "triton": "backend:triton",
@@ -31,6 +33,10 @@ SHIPPED: Mapping[str, str] = {
     "jax": "portattn.conformance.targets.jax_nn:Jax",
     "naive": "portattn.conformance.targets.naive:Naive",
 }
+
+
+_GPU_ONLY = ("torch-efficient", "torch-cudnn", "flash-attn", "xformers")
+_MODULES = {"torch": "torch", "flex": "torch", "flash": "flash_attn"}  # by the name's first word
 
 
 class TargetError(Exception):
@@ -89,6 +95,27 @@ def load(spec: str) -> Target:
             )
     target: Target = found
     return target
+
+
+def why_not(name: str) -> str:
+    """What keeps a target that ships from working here, as far as can be told without importing a
+    framework; empty where nothing is known to."""
+    kind, _, _ = SHIPPED[name].partition(":")
+    if kind == "backend":
+        try:
+            load(name)
+        except TargetError as error:
+            return str(error)
+        return ""
+    if name == "naive":
+        return ""
+    first = name.partition("-")[0]
+    for module in dict.fromkeys((_MODULES.get(first, name), *(["torch"] * (name in _GPU_ONLY)))):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed"
+    if name in _GPU_ONLY and not Machine.here().cuda.devices:
+        return "needs a CUDA device"
+    return ""
 
 
 def need(module: str, package: str) -> Any:

@@ -66,7 +66,8 @@ class BackendTarget:
         self.simulated = bool(claims.pop("simulated", False))
         self._batch_invariant = bool(claims.pop("batch_invariant", False))
         self._claims = claims
-        for instrument in ("meter", "traffic"):  # where the backend counts by itself
+        # what the backend has of the instruments that a target may bring
+        for instrument in ("meter", "traffic", "release", "limit_shared_memory"):
             if hasattr(backend, instrument):
                 setattr(self, instrument, getattr(backend, instrument))
 
@@ -115,7 +116,7 @@ class BackendTarget:
             "device": device,
             "dtypes": dtypes,
             "features": features,
-            "causal_alignments": alignments or ["bottom_right"],
+            "causal_alignments": alignments,
             **({"max_head_dim": dims[-1]} if gapless else {"head_dims": dims}),
             **self._claims,
         }

@@ -1,8 +1,12 @@
 """torch's FlexAttention: masks and score changes as functions that are compiled into the kernel.
 
 The rule kept here: everything that a ``mask_mod`` or ``score_mod`` can say is claimed, since that
-is the library's own claim. On a GPU the call is compiled; on a CPU only the forward is, and without
-a compiler torch falls back to its eager form, which stores the scores.
+is the library's own claim. On a GPU the call is compiled, once for all lengths (``dynamic=True``),
+and what cannot be compiled is an error: an eager form that steps in would be another kernel. On a
+CPU it runs in its eager form, which stores the scores.
+
+A new compilation costs many seconds. Hence every number of a call that the functions use (lengths,
+window, cap) is a tensor: the compiler treats a Python number in a closure as a constant.
 
 Semantics: layout (B, H, S, D); a row that sees nothing gives 0 and an LSE of -inf; the LSE is
 natural, float32.
@@ -20,6 +24,8 @@ from portattn.conformance.targets import common, need
 _OPTIONS = (
     "scale", "causal", "window", "softcap", "bias", "mask", "alibi_slopes", "return_lse",
 )  # fmt: skip
+_COMPILATIONS = 4096  # the default of 8 would send later kinds of calls to eager mode
+_WHOLE_MASK = 1 << 24  # elements up to which a block mask is built eagerly, by way of a whole one
 
 
 class Flex:
@@ -28,15 +34,20 @@ class Flex:
     packages = ("torch", "triton")
     states = ("nan_spreads",)
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool | None = None) -> None:
         self.torch = need("torch", "torch")
         self.flex = need("torch.nn.attention.flex_attention", "torch")
         self.device = "cuda" if self.torch.cuda.is_available() else "cpu"
         self._call = self.flex.flex_attention
-        if self.device == "cuda":
-            # One graph a shape and mask; the default limit would send later ones to eager mode.
-            need("torch._dynamo", "torch").config.cache_size_limit = 4096
-            self._call = self.torch.compile(self.flex.flex_attention, dynamic=False)
+        self._large_mask = self.flex.create_block_mask
+        if self.device == "cuda" if compiled is None else compiled:
+            config = need("torch._dynamo", "torch").config
+            config.recompile_limit = config.accumulated_recompile_limit = _COMPILATIONS
+            config.specialize_float = True  # the scale is a constant of the kernel
+            # Else lengths that happen to be equal once are taken to be equal for good.
+            need("torch.fx.experimental._config", "torch").use_duck_shape = False
+            self._call = self.torch.compile(self._call, dynamic=True, fullgraph=True)
+            self._large_mask = self.torch.compile(self._large_mask, dynamic=True, fullgraph=True)
 
     def manifest(self) -> dict[str, Any]:
         """Claims of the documentation; compiled kernels want head dims of at least 16."""
@@ -52,6 +63,7 @@ class Flex:
             "device": self.device,
             "dtypes": ["float16", "bfloat16", "float32", *([] if gpu else ["float64"])],
             "head_dims": [16, 32, 64, 128, 256] if gpu else list(range(8, 513, 8)),
+            "min_sizes": [1, 1, 1],
             "features": features + (["backward"] if gpu else []),
             # the eager form of a CPU stores the scores
             **({} if gpu else {"kappa": None}),
@@ -78,77 +90,88 @@ class Flex:
         common.understand("flex", _OPTIONS, q, k, v, options, "bhsd")
         if 0 in q.shape or 0 in k.shape:
             raise Unsupported("flex takes no empty tensors")
+        if self._call is not self.flex.flex_attention:
+            for x in (q, k, v):  # the kernel wants its head dims as constants
+                self.torch._dynamo.mark_static(x, 3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the eager form: that it is slow
             found = self._call(
                 q, k, v,
-                score_mod=self._score(options, k.shape[2] - q.shape[2]),
+                score_mod=self._score(q, k, options),
                 block_mask=self._block_mask(q, k, options),
                 scale=options.get("scale"),
                 enable_gqa=q.shape[1] != k.shape[1],
                 return_lse=lse,
             )  # fmt: skip
-        if not lse:
-            return found, None
-        out, sums = found
-        return out, sums
+        return (found[0], found[1]) if lse else (found, None)
 
-    def _score(self, options: Mapping[str, Any], shift: int) -> Callable[..., Any] | None:
-        """Softcap, bias and ALiBi, in the contract's order; ``shift`` is Sk - Sq."""
-        torch = self.torch
+    def _score(self, q: Any, k: Any, options: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """Softcap, bias and ALiBi."""
         cap, bias, slopes = (options.get(x) for x in ("softcap", "bias", "alibi_slopes"))
         if cap is None and bias is None and slopes is None:
             return None
-        pick = None if bias is None else _picker(bias)
-
-        def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            if cap is not None:
-                score = cap * torch.tanh(score / cap)
-            if pick is not None:
-                score = score + pick(b, h, i, j)
-            if slopes is not None:
-                slope = slopes[b, h] if slopes.ndim == 2 else slopes[h]
-                score = score - slope * torch.abs(i + shift - j)
-            return score
-
-        return score_mod
+        (b, h, n, _), m = q.shape, k.shape[2]
+        return _score_mod(
+            None if cap is None else self._number(float(cap)),
+            None if bias is None else bias.expand(b, h, n, m),
+            None if slopes is None else slopes.expand(b, h),
+            self._number(m - n),
+        )
 
     def _block_mask(self, q: Any, k: Any, options: Mapping[str, Any]) -> Any:
         """Causal, window and mask as one ``mask_mod``; None where all is visible."""
         causal, window, mask = (options.get(name) for name in ("causal", "window", "mask"))
         if not causal and window is None and mask is None:
             return None
-        shift = 0 if causal == "top_left" else k.shape[2] - q.shape[2]
+        (b, h, n, _), m = q.shape, k.shape[2]
+        shift = 0 if causal == "top_left" else m - n
         left, right = window if window is not None else (None, None)
-        pick = None if mask is None else _picker(mask)
-
-        def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
-            seen = j >= 0
-            if causal:
-                seen = seen & (j <= i + shift)
-            if left is not None:
-                seen = seen & (j >= i + shift - left)
-            if right is not None:
-                seen = seen & (j <= i + shift + right)
-            return seen if pick is None else seen & pick(b, h, i, j)
-
+        if causal:
+            right = 0 if right is None else min(right, 0)
         batch = heads = None
         if mask is not None:
             full = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-            batch = q.shape[0] if full[0] > 1 else None
-            heads = q.shape[1] if full[1] > 1 else None
-        return self.flex.create_block_mask(
-            mask_mod, batch, heads, q.shape[2], k.shape[2], device=self.device
+            batch, heads = b if full[0] > 1 else None, h if full[1] > 1 else None
+            mask = mask.expand(b, h, n, m)
+        mod = _mask_mod(
+            None if left is None else self._number(shift - left),
+            None if right is None else self._number(shift + right),
+            mask,
         )
+        whole = (batch or 1) * (heads or 1) * n * m
+        make = self.flex.create_block_mask if whole <= _WHOLE_MASK else self._large_mask
+        return make(mod, batch, heads, n, m, device=self.device)
+
+    def _number(self, value: float) -> Any:
+        return self.torch.tensor(value, device=self.device)
 
 
-def _picker(x: Any) -> Callable[[Any, Any, Any, Any], Any]:
-    """Element (b, h, i, j) of a tensor that broadcasts to four axes."""
-    full = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
-    one = [size == 1 for size in full.shape]
+def _score_mod(cap: Any, bias: Any, slopes: Any, shift: Any) -> Callable[..., Any]:
+    """In the contract's order; tensors or None, ``shift`` is Sk - Sq."""
 
-    def pick(b: Any, h: Any, i: Any, j: Any) -> Any:
-        index = [x * 0 if single else x for x, single in zip((b, h, i, j), one, strict=True)]
-        return full[tuple(index)]
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        if cap is not None:
+            score = cap * (score / cap).tanh()
+        if bias is not None:
+            score = score + bias[b, h, i, j]
+        if slopes is not None:
+            score = score - slopes[b, h] * (i + shift - j).abs()
+        return score
 
-    return pick
+    return score_mod
+
+
+def _mask_mod(first: Any, last: Any, mask: Any) -> Callable[..., Any]:
+    """Row i sees keys from ``i + first`` to ``i + last`` that ``mask`` shows; tensors or None."""
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = j >= 0
+        if first is not None:
+            seen = seen & (j >= i + first)
+        if last is not None:
+            seen = seen & (j <= i + last)
+        if mask is not None:
+            seen = seen & mask[b, h, i, j]
+        return seen
+
+    return mask_mod

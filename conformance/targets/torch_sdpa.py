@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from portattn import Unsupported
 from portattn.conformance.targets import TargetError, common, need
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
-_REFUSALS = (  # what torch and cuDNN raise for "not this one", by a RuntimeError
+_REFUSALS = (  # what torch and cuDNN raise for "not this one" before a launch, by a RuntimeError
     "no available kernel", "no viable backend", "no execution plan", "no valid execution plan",
+    "not correctly aligned", "must be contiguous", "invalid dtype for bias",
 )  # fmt: skip
 _OPTIONS = ("scale", "causal", "mask", "bias")
 _DIMS = (*range(8, 257, 8), 320, 512)
@@ -50,6 +51,7 @@ class Sdpa:
             raise TargetError(f"{name} needs a CUDA device; torch sees none")
         self.states = states
         self._claims = dict(claims or {})
+        self._wide_bias: dict[str, bool] = {}
         self._one = getattr(attention.SDPBackend, backend)
         self._kernel = attention.sdpa_kernel
 
@@ -71,9 +73,6 @@ class Sdpa:
         for feature, options in tries.items():
             if all(self._takes(dtype, **options) for dtype in dtypes):
                 features.append(feature)
-        # A bias may be float32 in the contract, whatever q is.
-        if not all(self._takes(dtype, mask="float32") for dtype in dtypes):
-            features = [name for name in features if name != "bias"]
         backward = "backward" in features
         if backward and "bias" in features and self._bias_gradient:
             features.append("backward_bias")
@@ -90,7 +89,14 @@ class Sdpa:
             "device": self.device,
             "dtypes": dtypes,
             "features": features,
-            "causal_alignments": ["top_left"],
+            # Where equal lengths alone are taken, the list is empty.
+            "causal_alignments": ["top_left"]
+            * all(
+                self._takes(dtype, rows=rows, keys=keys, causal=True)
+                for dtype in dtypes
+                for rows, keys in ((16, 32), (32, 16))
+            ),
+            "min_sizes": self._smallest(dtypes),
             **({"max_head_dim": dims[-1]} if every else {"head_dims": dims}),
             **self._claims,
         }
@@ -121,6 +127,8 @@ class Sdpa:
         mask, bias = (common.four_axes(options.get(name)) for name in ("mask", "bias"))
         if causal and (mask is not None or bias is not None):
             raise Unsupported(f"{self.name} takes no mask or bias together with causal")
+        if bias is not None and bias.dtype != q.dtype and not self._takes_wide_bias(problem.dtype):
+            raise Unsupported(f"{self.name} wants the bias in q's dtype; it is {bias.dtype}")
         if bias is not None and problem.dtype == "float64":
             bias = bias.double()  # exact; torch's flash kernel takes a float32 one and misreads it
         if mask is not None and bias is not None:
@@ -130,7 +138,7 @@ class Sdpa:
         try:
             with warnings.catch_warnings(), self._kernel(self._one):
                 warnings.simplefilter("ignore")  # torch warns of each kernel that it rules out
-                return self.torch.nn.functional.scaled_dot_product_attention(
+                out = self.torch.nn.functional.scaled_dot_product_attention(
                     q, k, v,
                     attn_mask=mask,
                     is_causal=causal,
@@ -141,6 +149,30 @@ class Sdpa:
             if any(sign in str(error).lower() for sign in _REFUSALS):
                 raise Unsupported(f"{self.name}: {error}") from error
             raise
+        if out is None:  # cuDNN's, of an empty batch
+            raise Unsupported(f"{self.name} gave no tensor")
+        return out
+
+    def _smallest(self, dtypes: list[str]) -> list[int]:
+        """The smallest batch, and the fewest rows and keys, that every dtype is answered for."""
+
+        def least(takes: Callable[[str, int], bool]) -> int:
+            return next(
+                n for n in (0, 1, 2, 16) if n == 16 or all(takes(dtype, n) for dtype in dtypes)
+            )
+
+        return [
+            least(lambda dtype, n: self._takes(dtype, batch=n)),
+            least(lambda dtype, n: self._takes(dtype, rows=n)),
+            least(lambda dtype, n: self._takes(dtype, keys=n)),
+        ]
+
+    def _takes_wide_bias(self, dtype: str) -> bool:
+        """Does a float32 bias go with ``dtype``? Tried once; the trial itself is let through."""
+        if dtype not in self._wide_bias:
+            self._wide_bias[dtype] = True
+            self._wide_bias[dtype] = self._takes(dtype, mask="float32")
+        return self._wide_bias[dtype]
 
     @functools.cached_property
     def _bias_gradient(self) -> bool:
@@ -158,30 +190,40 @@ class Sdpa:
         mask: str = "",
         strided: bool = False,
         backward: bool = False,
+        batch: int = 1,
+        rows: int = 16,
+        keys: int = 16,
+        causal: bool = False,
     ) -> bool:
         """Does torch run a tiny call of this kind?"""
         kind = getattr(self.torch, dtype)
 
-        def zeros(heads: int, width: int) -> Any:
-            step = 2 if strided else 1
-            shape = (1, heads, 16, width * step)
-            return self.torch.zeros(shape, dtype=kind, device=self.device)[..., ::step]
+        def zeros(heads: int, length: int, width: int) -> Any:
+            shape = (batch, length, heads, width) if strided else (batch, heads, length, width)
+            made = self.torch.zeros(shape, dtype=kind, device=self.device)
+            return made.transpose(1, 2) if strided else made
 
-        q, k, v = zeros(4, dim), zeros(2 if gqa else 4, dim), zeros(2 if gqa else 4, dim_v or dim)
-        options: dict[str, Any] = {}
+        group = 2 if gqa else 4
+        q, k = zeros(4, rows, dim), zeros(group, keys, dim)
+        v = zeros(group, keys, dim_v or dim)
+        options: dict[str, Any] = {"causal": "top_left"} if causal else {}
         if mask == "bool":
-            options["mask"] = self.torch.ones(16, 16, dtype=self.torch.bool, device=self.device)
+            options["mask"] = self.torch.ones(rows, keys, dtype=self.torch.bool, device=self.device)
         elif mask:
             its = kind if mask == "own" else self.torch.float32
-            options["bias"] = self.torch.zeros(16, 16, dtype=its, device=self.device)
+            options["bias"] = self.torch.zeros(rows, keys, dtype=its, device=self.device)
         try:
             if backward:
-                self.backward(q, k, v, None, None, zeros(4, dim_v or dim), **options)
+                self.backward(q, k, v, None, None, zeros(4, rows, dim_v or dim), **options)
             else:
                 self.forward(q, k, v, **options)
         except (Unsupported, RuntimeError):
             return False  # torch refuses some kinds late and by a RuntimeError of their own
         return True
+
+
+def _cuda() -> bool:
+    return bool(need("torch", "torch").cuda.is_available())
 
 
 def math() -> Sdpa:
@@ -191,11 +233,13 @@ def math() -> Sdpa:
 
 def flash() -> Sdpa:
     """FlashAttention-2 on a GPU, torch's own tiled kernel on a CPU. The latter keeps a float32 tile
-    of scores and of the output for each thread, and sums dk and dv in their own dtype."""
+    of scores and of the output for each thread, and sums dk and dv in their own dtype. The former
+    splits the keys over multiprocessors that would idle and keeps a float32 output for each part,
+    which with few heads is more than the IO."""
     return Sdpa(
         "torch-flash",
         "FLASH_ATTENTION",
-        claims={"kappa": 1.0},
+        claims={"kappa": 2.0 if _cuda() else 1.0},
         states=("nan_spreads", "sums_in_dtype"),
     )
 

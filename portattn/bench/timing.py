@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 SAMPLE_SECONDS = 0.15  # a sample repeats a short call until it has run this long
-PAUSE_SECONDS = 0.03  # lets the worker threads of the previous contender stop spinning
+PAUSE_SECONDS = 0.1  # lets the worker threads of the previous contender stop spinning
 
 
 def measure(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
