@@ -39,6 +39,9 @@ P and dS are stored for the last products: u_p x + tau_p/2 each. The tau term is
 correct float16 kernel pass on peaked scores, where most of P is subnormal. The softcap's slope
 1 - t^2 is off by 2|t|(1 - t^2) E_x/c + 16 u_a |t| + 2 u_a.
 
+Drift (E3, `Forward.drift`). Sums that are cut and not rounded lose u_a/2 of themselves at each
+step, always towards zero: with `acc: "fp32-rz"` that much bias is no fault.
+
 float64 targets are compared with a float64 oracle that errs as much as they may: bounds double.
 """
 
@@ -100,6 +103,7 @@ class Precision:
     u_operand: float
     block_k: int | None
     sums_in_dtype: bool = False
+    truncates: bool = False
 
     @classmethod
     def of(cls, manifest: Manifest, dtype: str, *, sums_in_dtype: bool = False) -> Precision:
@@ -114,6 +118,7 @@ class Precision:
             u_operand=TF32 if dtype == "float32" and manifest.qk_operand == "tf32" else 0.0,
             block_k=None if manifest.tile is None else manifest.tile[1],
             sums_in_dtype=sums_in_dtype,
+            truncates=manifest.acc == "fp32-rz" and not wide,
         )
 
     @property
@@ -268,6 +273,17 @@ class Forward:
             variance *= p.oracle
             variance += (ROUND_OFF[p.dtype] ** 2) * out2 / 3 + SUBNORMAL[p.dtype] ** 2
             return np.asarray(np.sqrt(variance + p.flush**2))
+
+    def drift(self) -> F64 | float:
+        """E3: how far a truncating accumulator drags the output towards zero (m, Dv).
+
+        Each step of a tensor core adds the products of 16 keys (8 of float32) and cuts the sum:
+        u_a / 2 of the sum so far on average, which is at most about the final one.
+        """
+        if not self.p.truncates:
+            return 0.0
+        steps = self.keys / (8 if self.p.dtype == "float32" else 16)
+        return np.asarray(steps * (self.p.u_acc / 2) * np.abs(self.part.out))
 
 
 def rounded(bound: F64, want: F64, dtype: str) -> F64:

@@ -1,5 +1,5 @@
 """X: probes whose answer is known to the last bit. They alone kill most routing, alignment and
-tail defects, and no tolerance can hide anything from them.
+tail defects, and no tolerance can hide anything from them (but see X01 on split rows).
 
 They are exact on every machine: equal scores weigh exp(0) = 1, and a selected key has the score 0
 while the others lie so far below that exp underflows to 0; power-of-two counts divide exactly.
@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from portattn.conformance import judge
+from portattn.conformance.bounds import Precision
 from portattn.conformance.case import Case, Outcome, check
 from portattn.conformance.checks.helpers import (
     Rows,
@@ -25,6 +26,8 @@ from portattn.conformance.context import Context
 from portattn.conformance.generators import ask, cast, generator
 from portattn.conformance.reference import Array, Attention, visibility
 
+SPLIT = 1024  # keys from which on a kernel may split a row
+
 _POWERS: Rows = {
     "smoke": [{"n": n, "m": m} for n, m in ((33, 1), (3, 64), (65, 256))],
     "cpu": [{"n": n, "m": m, "b": 2} for n, m in ((1, 2), (127, 128), (15, 512), (2, 2048))],
@@ -34,7 +37,11 @@ _POWERS: Rows = {
 
 @check("X01", "q = 0, integer v, power-of-two counts", level=0, cases=sweep("X01", _POWERS))
 def integers(ctx: Context, case: Case) -> Outcome:
-    """The mean of integers over 2^k keys, exactly; sums stay below 2^8 for bfloat16."""
+    """The mean of integers over 2^k keys, exactly; sums stay below 2^8 for bfloat16.
+
+    Long rows may be split and joined through exp and log, which are not exact: where such a
+    kernel's parts cancel, a few roundings of the accumulator may be left, and no more.
+    """
     asked = equal_scores(ask(case))
     rng = generator(case, 1)
     v = rng.integers(-1, 2, asked.v.shape)
@@ -42,7 +49,11 @@ def integers(ctx: Context, case: Case) -> Outcome:
     asked = asked.having(v=cast(v, case.params["dtype"]))
     want = np.repeat(v.mean(2, keepdims=True), asked.heads[0] // asked.heads[1], 1)
     want = np.broadcast_to(want, asked.out_shape)
-    return judge.exact(call(ctx, asked).out, want)
+    got = call(ctx, asked).out
+    if asked.k.shape[2] >= SPLIT:
+        near = np.abs(got - want) <= 8 * Precision.of(ctx.manifest, case.params["dtype"]).u_acc
+        got = np.where(near, want, got)
+    return judge.exact(got, want)
 
 
 def selecting(case: Case) -> tuple[Attention, Array]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from portattn.conformance import judge, reference
 from portattn.conformance.case import TIERS, Case, Cases, Outcome
@@ -23,9 +22,6 @@ from portattn.conformance.reference import Array, Attention
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]
 Dtypes = Callable[[Manifest], Iterable[str]]
-
-ORACLE_ELEMENTS = 1 << 26  # score elements from which on query rows are sampled
-SAMPLED = 64
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -163,22 +159,9 @@ def call(ctx: Context, asked: Attention, **how: Any) -> Result:
 def judged(
     ctx: Context, asked: Attention, *, naive: bool = False, spread: bool = False, **how: Any
 ) -> Outcome:
-    """Call the target and measure its answer; long ones at sampled query rows. ``naive`` and
-    ``spread`` as in `judge.forward`."""
-    result, rows = call(ctx, asked, **how), sampled(asked)
-    return judge.forward(asked, result, ctx.manifest, rows=rows, naive=naive, spread=spread)
-
-
-def sampled(asked: Attention) -> NDArray[np.intp] | None:
-    """None, or the query rows to look at: both ends, tile edges and some in between."""
-    n, keys = asked.q.shape[-2], asked.k.shape[-2]
-    if asked.packed or asked.block_table is not None:
-        return None
-    if asked.batch * asked.heads[0] * n * keys <= ORACLE_ELEMENTS or n <= SAMPLED:
-        return None
-    edges = [x for x in (0, 1, 63, 64, 127, 128, 255, 256, n - 129, n - 128, n - 2, n - 1) if x < n]
-    rest = np.random.default_rng(n).choice(n, SAMPLED - len(edges), replace=False)
-    return np.unique([*edges, *rest])
+    """Call the target and measure its answer. ``naive`` and ``spread`` as in `judge.forward`."""
+    result = call(ctx, asked, **how)
+    return judge.forward(asked, result, ctx.manifest, naive=naive, spread=spread)
 
 
 def differentiate(

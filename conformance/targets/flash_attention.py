@@ -40,6 +40,7 @@ class FlashAttn:
             "array": "torch",
             "device": "cuda",
             "dtypes": ["float16", "bfloat16"],
+            "acc": "fp32-rz",  # tensor cores cut sums
             "max_head_dim": 256,
             "features": [
                 "scale", "causal", "window", "softcap", "alibi_slopes", "return_lse", "gqa",

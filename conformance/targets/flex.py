@@ -62,11 +62,13 @@ class Flex:
             "array": "torch",
             "device": self.device,
             "dtypes": ["float16", "bfloat16", "float32", *([] if gpu else ["float64"])],
-            "head_dims": [16, 32, 64, 128, 256] if gpu else list(range(8, 513, 8)),
+            "head_dims": list(range(16, 257, 8)) if gpu else list(range(8, 513, 8)),
+            **({"acc": "fp32-rz"} if gpu else {}),  # tensor cores cut sums
             "min_sizes": [1, 1, 1],
             "features": features + (["backward"] if gpu else []),
+            # few rows over many keys keep a float32 output for each part of the keys;
             # the eager form of a CPU stores the scores
-            **({} if gpu else {"kappa": None}),
+            "kappa": 2.0 if gpu else None,
         }
 
     def forward(self, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
@@ -95,14 +97,20 @@ class Flex:
                 self.torch._dynamo.mark_static(x, 3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the eager form: that it is slow
-            found = self._call(
-                q, k, v,
-                score_mod=self._score(q, k, options),
-                block_mask=self._block_mask(q, k, options),
-                scale=options.get("scale"),
-                enable_gqa=q.shape[1] != k.shape[1],
-                return_lse=lse,
-            )  # fmt: skip
+            try:
+                found = self._call(
+                    q, k, v,
+                    score_mod=self._score(q, k, options),
+                    block_mask=self._block_mask(q, k, options),
+                    scale=options.get("scale"),
+                    enable_gqa=q.shape[1] != k.shape[1],
+                    return_lse=lse,
+                )  # fmt: skip
+            except RuntimeError as error:
+                # The compiler's own errors come before any launch.
+                if type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+                    raise Unsupported(f"flex does not compile this: {error}") from error
+                raise
         return (found[0], found[1]) if lse else (found, None)
 
     def _score(self, q: Any, k: Any, options: Mapping[str, Any]) -> Callable[..., Any] | None:

@@ -42,6 +42,7 @@ class Sdpa:
         gpu_only: bool = False,
         claims: Mapping[str, Any] | None = None,
         states: tuple[str, ...] = ("nan_spreads",),
+        whole_rows: bool = False,
     ):
         self.torch = need("torch", "torch")
         attention = need("torch.nn.attention", "torch")
@@ -51,6 +52,7 @@ class Sdpa:
             raise TargetError(f"{name} needs a CUDA device; torch sees none")
         self.states = states
         self._claims = dict(claims or {})
+        self._whole_rows = whole_rows  # a mask broadcast along the keys must be written out
         self._wide_bias: dict[str, bool] = {}
         self._one = getattr(attention.SDPBackend, backend)
         self._kernel = attention.sdpa_kernel
@@ -97,6 +99,7 @@ class Sdpa:
                 for rows, keys in ((16, 32), (32, 16))
             ),
             "min_sizes": self._smallest(dtypes),
+            **({"acc": "fp32-rz"} if self.device == "cuda" else {}),  # tensor cores cut sums
             **({"max_head_dim": dims[-1]} if every else {"head_dims": dims}),
             **self._claims,
         }
@@ -135,6 +138,8 @@ class Sdpa:
             mask = bias.masked_fill(~mask, float("-inf"))
         elif bias is not None:
             mask = bias
+        if self._whole_rows and mask is not None and mask.shape[-1] == 1 < k.shape[2]:
+            mask = mask.expand(*mask.shape[:-1], k.shape[2]).contiguous()
         try:
             with warnings.catch_warnings(), self._kernel(self._one):
                 warnings.simplefilter("ignore")  # torch warns of each kernel that it rules out
@@ -245,8 +250,8 @@ def flash() -> Sdpa:
 
 
 def efficient() -> Sdpa:
-    """The kernel that came from xformers (CUTLASS); CUDA only."""
-    return Sdpa("torch-efficient", "EFFICIENT_ATTENTION", gpu_only=True)
+    """The kernel that came from xformers (CUTLASS); CUDA only. A mask's rows must be contiguous."""
+    return Sdpa("torch-efficient", "EFFICIENT_ATTENTION", gpu_only=True, whole_rows=True)
 
 
 def cudnn() -> Sdpa:

@@ -39,6 +39,7 @@ class Xformers:
             "array": "torch",
             "device": "cuda",
             "dtypes": ["float16", "bfloat16"],
+            "acc": "fp32-rz",  # tensor cores cut sums
             "head_dims": list(range(8, 257, 8)),
             "features": ["scale", "causal", "window", "bias", "return_lse", "gqa", "strides",
                          "backward"],
