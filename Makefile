@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py
 
-.PHONY: run test lint types clean
+.PHONY: run test mutants lint types clean
 
 run: $(VENV)/.installed
 	$(BIN)/portattn backends
@@ -13,6 +13,10 @@ run: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+
+# Every seeded defect must be caught, and the correct implementation must pass.
+mutants: $(VENV)/.installed-test
+	$(BIN)/portattn conformance mutants --tier smoke -o $(VENV)/mutants
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ from portattn.conformance.targets import SHIPPED
 from portattn.conformance.verdicts import FAILURES, Verdict
 from portattn.registry import IN_TREE, find_backends
 
+MUTANTS = "portattn-mutants/1"
 _MACHINE = ("gpus", "cpu", "cores", "driver", "system", "python")
 _UNSAFE = re.compile(r"[^\w./-]")  # in an address
 _SHOWN = 8  # reasons told before "and n more"
@@ -98,13 +99,13 @@ def _machine(
             found = json.loads(path.read_text("utf-8"))
             if not isinstance(found, dict):
                 raise ValueError("not a JSON object")
-            if "schema" in found:
+            if _is_record(found):
                 found = records.read(path)
                 records.conclude(found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             unread.append(f"- {_link(folder, path)} cannot be read: {_plain(error)}")
             continue
-        (conformance if "schema" in found else others).append((path, found))
+        (conformance if _is_record(found) else others).append((path, found))
     lines = [f"## {_plain(machine)}", ""]
     known = [found["fingerprint"] for _, found in (*conformance, *others) if "fingerprint" in found]
     if known:
@@ -114,6 +115,10 @@ def _machine(
     for path, found in others:
         lines += _measured(folder, path, found, kernels)
     return [*lines, *unread, ""] if unread else lines
+
+
+def _is_record(found: Mapping[str, Any]) -> bool:
+    return "schema" in found and found["schema"] != MUTANTS
 
 
 def _what(fingerprints: Sequence[Mapping[str, Any]]) -> str:
@@ -183,6 +188,8 @@ def _measured(
     folder: Path, path: Path, found: Mapping[str, Any], kernels: Mapping[str, str]
 ) -> list[str]:
     """A benchmark, or whatever else the program measured: its summary."""
+    if found.get("schema") == MUTANTS:
+        found = {**found, "kind": f"seeded defects, tier {found['tier']}", "summary": _score(found)}
     kind, backend = str(found.get("kind", "file")), str(found.get("backend", ""))
     parts = [f"{kind} of {backend}" if backend else kind]
     if "created" in found:
@@ -199,6 +206,17 @@ def _measured(
         rows = [(_plain(key), _plain(_joined(value))) for key, value in summary.items()]
         lines += [*_table(("measured", "value"), rows), ""]
     return lines
+
+
+def _score(found: Mapping[str, Any]) -> dict[str, str]:
+    correct, suite = found["correct"], found["suite"]
+    return {
+        "defects caught": f"{found['caught']} of {found['of']}",
+        "accusations of the correct implementation": (
+            f"{len(correct['accusations'])} in {correct['cases']} cases" if correct else "not run"
+        ),
+        "suite": f"{suite['version']}, {suite['hash']}",
+    }
 
 
 # ---- words -------------------------------------------------------------------------------------

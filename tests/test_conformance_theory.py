@@ -422,6 +422,25 @@ def test_emulated_defects_exceed_the_bounds() -> None:
     assert seen.numbers["e1_prob"] < 1  # E1 alone would let it pass
 
 
+def test_a_declared_truncation_excuses_a_drift_towards_zero_and_no_other() -> None:
+    """Sums over many keys that are cut, 16 keys a step, shrink; that much, where it is declared."""
+    _, asked = ask("float16", "normal", n=17, m=8192, h=2, d=64)
+    result = answer(context(), asked)
+    exact = reference.forward(asked)[0]
+    step = 2.0**-24 * 8192 / 16  # the mean loss: half a unit in the last place at each step
+
+    def e3(drift: float, **claims: Any) -> float:
+        out = (exact * (1 + drift)).astype(np.float16).astype(np.float64)
+        manifest = Manifest.parse({**Tiled().manifest(), **claims})
+        return judge.forward(asked, result._replace(out=out), manifest, spread=True).numbers["e3"]
+
+    plain, cut = {"p_storage": "input"}, {"p_storage": "input", "acc": "fp32-rz"}
+    assert e3(0.0, **plain) <= 0.5 and e3(0.0, **cut) <= 0.5
+    assert e3(-20 * step, **plain) > 1 and e3(-20 * step, **cut) > 1
+    assert e3(-0.9 * step, **cut) < e3(-0.9 * step, **plain)
+    assert e3(20 * step, **cut) > 1  # away from zero
+
+
 def test_equal_weights_do_not_raise_e3() -> None:
     """All rows alike: their roundings are one draw, not a hundred."""
     for seed in range(12):

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import portattn
 from portattn.arrays import Array, recognise
-from portattn.backends.numpy_tiled import BACKEND, config, forward, launch, pool
+from portattn.backends.numpy_tiled import BACKEND, config, decode, forward, launch, pool, tile
 from portattn.backends.numpy_tiled.masking import Band, key_tiles
 from portattn.contract import Call
 from portattn.machine import Machine
@@ -43,6 +43,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "FEW_ROWS", 3)
     monkeypatch.setattr(config, "FEW_ROWS", 3)
     monkeypatch.setattr(forward, "MANY_KEYS", 4)
+    monkeypatch.setattr(forward, "STREAMED", 30)
 
 
 def attend(q: Any, k: Any, v: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -603,6 +604,69 @@ def test_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, name: str) 
         seen.append([out, lse, *made.values()])
     for other in seen[1:]:
         assert all(same_bits(a, b) for a, b in zip(seen[0], other, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [(300, 300), (7, 90), (1, 600)])
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+@pytest.mark.parametrize("heads", [(6, 6), (8, 4)])
+def test_heads_that_share_a_tile_keep_their_bits(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], causal: Any, heads: tuple[int, int]
+) -> None:
+    """Each head alone, and all together; one has scores that need a maximum, one a NaN, and one
+    an infinite value that is hidden from most of its rows."""
+    rng = np.random.default_rng(61)
+    q = rng.standard_normal((1, lengths[0], heads[0], 64)).astype("f4")
+    k, v = (rng.standard_normal((1, lengths[1], heads[1], 64)).astype("f4") for _ in "kv")
+    k[:, :, 1] *= 40
+    q[:, 0, 0] = np.nan
+    v[:, -1, 2] = np.inf
+    shared: list[int] = []
+    real = decode.together
+
+    def together(*args: Any, **how: Any) -> int:
+        shared.append(real(*args, **how))
+        return shared[-1]
+
+    monkeypatch.setenv("PORTATTN_NUM_THREADS", "1")
+    monkeypatch.setattr(decode, "together", together)
+    monkeypatch.setattr(decode, "TURNS", 1)
+    whole = attend(q, k, v, causal=causal or False)
+    assert max(shared) > 1
+    monkeypatch.setattr(decode, "together", lambda *_, **__: 1)
+    alone = attend(q, k, v, causal=causal or False)
+    assert same_bits(whole[0], alone[0]) and same_bits(whole[1], alone[1])
+
+
+def test_buffers_are_kept_and_can_be_freed(monkeypatch: pytest.MonkeyPatch, inputs: Any) -> None:
+    spare = tile.Workspaces("float32", 2)
+    with spare.lend() as first, spare.lend() as second, spare.lend() as third:
+        assert len({id(first), id(second), id(third)}) == 3
+        first.array("scores", 100)
+    with spare.lend() as again, spare.lend() as other:
+        assert {id(again), id(other)} <= {id(first), id(second), id(third)}  # two of them
+        again.array("scores", tile.KEPT // 4 + 1)
+    with pytest.raises(ZeroDivisionError), spare.lend() as broken:
+        raise ZeroDivisionError
+    with spare.lend() as last:
+        assert last not in (again, broken)  # too large, and left in an unknown state
+    spare.clear()
+    with spare.lend() as new:
+        assert new is not last
+
+    monkeypatch.setenv("PORTATTN_NUM_THREADS", "1")
+    q, k, v = inputs(62, B=1, Sq=300, Hq=2, D=64)
+    tracemalloc.start()
+    try:
+        BACKEND.release()
+        before = tracemalloc.get_traced_memory()[0]
+        attend(q, k, v)
+        kept = tracemalloc.get_traced_memory()[0] - before
+        attend(q, k, v)
+        assert tracemalloc.get_traced_memory()[0] - before <= kept + (64 << 10)
+        BACKEND.release()
+        assert tracemalloc.get_traced_memory()[0] - before < 128 << 10 < kept
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["causal", "decode"])

@@ -43,6 +43,9 @@ MANY_KEYS = 64
 """A row over fewer keys takes the guarded way: it would be divided by about what one weight was
 multiplied by, and lose a bit where that way is exact."""
 
+STREAMED = 512
+"""Keys from which on it matters how BLAS reads them."""
+
 TINY = 2.0**-100
 """Sums below it, times e^-BOUND and a mantissa, are close to what float32 cannot hold."""
 
@@ -120,7 +123,8 @@ class _RowTile:
         self.top, self.total = ws.array("top", m), ws.array("total", m)
         self.q = load_scaled_queries(seq, rows, scoring, ws)
         self.q_columns: Array | None = None
-        if few and of_head > 1:  # BLAS streams the keys better as its left operand
+        if few and of_head > 1 and last - first > STREAMED:
+            # BLAS streams the keys better as its left operand
             columns = self.q.reshape(rows.heads_k, of_head, -1).swapaxes(1, 2)
             self.q_columns = load(columns, ws.array("q_columns", *columns.shape))
         self.bounded = not few and seq.bias is None and seq.slopes is None
@@ -256,14 +260,18 @@ class _RowTile:
         """Add the tile's weights and weighted values to the rows ``at``."""
         acc, total = self.acc[at], self.total[at]
         m, n = weights.shape
+        heads = len(values)
+        # Head by head: how BLAS sums a row hangs on where among the matrix's rows it stands.
+        of_heads = weights.reshape(heads, -1, n)
         if fresh:
-            np.matmul(weights, self.ws.ones(n), out=total)
+            np.matmul(of_heads, self.ws.ones(n), out=total.reshape(heads, -1))
             self._product(weights, values, hidden, acc)
             return
         if shrink is not None:
             np.multiply(total, shrink, out=total)
             np.multiply(acc, shrink[:, None], out=acc)
-        row_sums = np.matmul(weights, self.ws.ones(n), out=self.ws.array("row_sums", m))
+        row_sums = self.ws.array("row_sums", m)
+        np.matmul(of_heads, self.ws.ones(n), out=row_sums.reshape(heads, -1))
         np.add(total, row_sums, out=total)
         gained = self.ws.array("product", *acc.shape)
         self._product(weights, values, hidden, gained)

@@ -21,6 +21,7 @@ from portattn.backends.numpy_tiled.masking import Array, Band
 from portattn.backends.numpy_tiled.pool import run_jobs
 from portattn.backends.numpy_tiled.tile import Keys, Scoring, Sequence, Workspaces, blas_reads
 from portattn.contract import Call
+from portattn.machine import cores
 from portattn.problem import Problem
 
 # OpenBLAS, MKL and BLIS take one thread for products below these sizes, so that a small problem
@@ -29,7 +30,7 @@ SMALL_MATRIX = 1 << 13  # elements of each operand
 SMALL_PRODUCT = 1 << 18  # multiplications
 POOL_FLOPS = 1 << 23  # about 0.1 ms of one core: less than this is not worth waking another
 
-_WORKSPACES = {dtype: Workspaces(dtype, config.thread_count) for dtype in ("float32", "float64")}
+_WORKSPACES = {dtype: Workspaces(dtype, cores()) for dtype in ("float32", "float64")}
 
 
 def run(problem: Problem, tiles: Config, call: Call) -> None:

@@ -113,7 +113,7 @@ class Workspaces:
     which a short call would feel. At most ``limit`` are kept, and none above `KEPT`; `clear` frees
     them."""
 
-    def __init__(self, dtype: str, limit: Callable[[], int]) -> None:
+    def __init__(self, dtype: str, limit: int) -> None:
         self._dtype, self._limit = dtype, limit
         self._kept: deque[Workspace] = deque()  # append and pop are atomic
 
@@ -125,7 +125,7 @@ class Workspaces:
         except IndexError:
             ws = Workspace(self._dtype)
         yield ws
-        if len(self._kept) < self._limit() and ws.nbytes <= KEPT:
+        if len(self._kept) < self._limit and ws.nbytes <= KEPT:
             self._kept.append(ws)
 
     def clear(self) -> None:
