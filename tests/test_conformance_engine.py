@@ -33,7 +33,7 @@ from portattn.conformance import (
 from portattn.conformance.case import Case, Outcome, check
 from portattn.conformance.checks import CATALOGUE as REAL
 from portattn.conformance.cli import LATER, cli
-from portattn.conformance.context import Context, Decided
+from portattn.conformance.context import Context
 from portattn.conformance.manifest import Manifest, ManifestError
 from portattn.conformance.runner import Options
 from portattn.conformance.targets import SHIPPED, TargetError, load
@@ -782,8 +782,10 @@ def test_ctrl_c_keeps_what_was_answered_and_the_run_resumes(tmp_path: Path) -> N
     env = {**os.environ, "PYTHONPATH": str(HERE)}
     journal = tmp_path / "good.journal.jsonl"
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # a shell in the background hands down that SIGINT is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not journal.exists() or len(journal.read_text().splitlines()) < 6:
         assert process.poll() is None, process.communicate()[0]
@@ -998,14 +1000,27 @@ def test_attempts_tell_a_refusal_from_a_fault() -> None:
     assert "did not launch" in str(fault.error)
 
 
-def test_a_hard_limit_ends_in_oom() -> None:
-    ctx = _context()
-    x = np.zeros((1, 1, 3000, 8), np.float32)
-    ctx.forward(x[:, :, :9], x[:, :, :9], x[:, :, :9])
-    with pytest.raises(Decided, match=r"MemoryError|llocate") as caught:
-        ctx.forward(x, x, x, headroom=16 << 20)  # the scores alone are 36 MB
-    assert caught.value.cause == "oom"
-    ctx.forward(x, x, x)
+def test_a_hard_limit_ends_in_oom(fresh: Any) -> None:
+    """In a process of its own: whatever else allocates under the limit would fail too."""
+    fresh(
+        "import re, numpy as np\n"
+        "from portattn.conformance.context import Context, Decided\n"
+        "from portattn.conformance.manifest import Manifest\n"
+        "from portattn.conformance.targets import load\n"
+        "target = load('conformance_kit:Good')\n"
+        "ctx = Context(target, Manifest.parse(target.manifest()))\n"
+        "x = np.zeros((1, 1, 3000, 8), np.float32)\n"
+        "ctx.forward(x[:, :, :9], x[:, :, :9], x[:, :, :9])\n"
+        "try:\n"
+        "    ctx.forward(x, x, x, headroom=16 << 20)  # the scores alone are 36 MB\n"
+        "except Decided as decided:\n"
+        "    assert decided.cause == 'oom', decided.cause\n"
+        "    assert re.search('MemoryError|llocate', str(decided)), decided\n"
+        "else:\n"
+        "    raise SystemExit('no limit')\n"
+        "ctx.forward(x, x, x)\n",
+        PYTHONPATH=str(HERE),
+    )
 
 
 def test_the_meter_counts_the_workspace() -> None:

@@ -726,7 +726,7 @@ def test_the_committed_index_is_the_generated_one() -> None:
 
 def test_every_committed_record_can_be_reported() -> None:
     for path in sorted(EVIDENCE.rglob("*.json")):
-        if "schema" not in json.loads(path.read_text("utf-8")):
+        if json.loads(path.read_text("utf-8")).get("schema") != record.SCHEMA:
             continue
         source = rendered(record.read(path))
         assert len(source.encode()) < 1 << 20, path

@@ -58,7 +58,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, made of the source archive alone."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # 3.11.4 on
+        archive.extractall(folder, **safely)  # type: ignore[arg-type]
     (source,) = folder.iterdir()
     return build(source, "wheel", tmp_path_factory.mktemp("wheel"))
 

@@ -205,9 +205,8 @@ def worst(index: int, facts: Facts) -> Markup:
 def _case_card(facts: Facts, case: CaseFacts) -> Markup:
     place = None
     if case.worst:
-        shown = [
-            f"{key} {text_of(case.worst[key])}" for key in _PLACE if case.worst.get(key) is not None
-        ]
+        known = {key: text_of(case.worst[key]) for key in _PLACE if case.worst.get(key) is not None}
+        shown = [f"{key} {value}".replace('"', "") for key, value in known.items()]  # "nan"
         place = element("p", f"worst element: {', '.join(shown)}")
     waived = None
     if case.waived:
