@@ -775,17 +775,24 @@ def test_what_shows_records_makes_none_stale(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_was_answered_and_the_run_resumes(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "portattn.conformance.cli", "run", "--target", "conformance_kit:Good",
-        "--tier", "gpu", "--checks", "F01,M01", "--catalogue", CATALOGUE, "-o", str(tmp_path),
+    arguments = [
+        "run", "--target", "conformance_kit:Good", "--tier", "gpu", "--checks", "F01,M01",
+        "--catalogue", CATALOGUE, "-o", str(tmp_path),
     ]  # fmt: skip
+    command = [sys.executable, "-m", "portattn.conformance.cli", *arguments]
+    listening = (  # a shell hands down to what it runs in the background that SIGINT is ignored
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('portattn.conformance.cli', run_name='__main__', alter_sys=True)"
+    )
     env = {**os.environ, "PYTHONPATH": str(HERE)}
     journal = tmp_path / "good.journal.jsonl"
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        # a shell in the background hands down that SIGINT is ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-    )  # fmt: skip
+        [sys.executable, "-c", listening, *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     while not journal.exists() or len(journal.read_text().splitlines()) < 6:
         assert process.poll() is None, process.communicate()[0]
