@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 SAMPLE_SECONDS = 0.15  # a sample repeats a short call until it has run this long
-WARM_SECONDS = 0.1
+WARM_SECONDS = 0.1  # untimed before each sample: a core that has slept is slow at first
 PAUSE_SECONDS = 0.1  # lets the worker threads of the previous contender stop spinning
 
 
@@ -22,7 +22,7 @@ def measure(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[st
         for name in names[shift:] + names[:shift]:
             time.sleep(PAUSE_SECONDS)
             run, count = contenders[name], repeats[name]
-            _keep_busy(run)
+            _warm_up(run)
             start = time.perf_counter()
             for _ in range(count):
                 run()
@@ -36,13 +36,11 @@ def ratio(ours: list[float], theirs: list[float]) -> float:
 
 
 def _repeats(run: Callable[[], Any]) -> int:
-    once = _keep_busy(run)
-    return max(1, int(SAMPLE_SECONDS / once))
+    return max(1, int(SAMPLE_SECONDS / _warm_up(run)))
 
 
-def _keep_busy(run: Callable[[], Any]) -> float:
-    """Run it untimed for a while; seconds of the last call. Pools, caches and lazy imports are
-    warm then, and so is a core that has slept: for its first milliseconds it is half as fast."""
+def _warm_up(run: Callable[[], Any]) -> float:
+    """Call it until pools, caches, lazy imports and the core are warm; seconds of the last call."""
     start = time.perf_counter()
     while True:
         before = time.perf_counter()
