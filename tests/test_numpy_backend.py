@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import portattn
 from portattn.arrays import Array, recognise
-from portattn.backends.numpy_tiled import BACKEND, config, decode, forward, launch, pool, tile
+from portattn.backends.numpy_tiled import BACKEND, config, decode, forward, launch, pool, workspace
 from portattn.backends.numpy_tiled.masking import Band, key_tiles
 from portattn.contract import Call
 from portattn.machine import Machine
@@ -638,13 +638,13 @@ def test_heads_that_share_a_tile_keep_their_bits(
 
 
 def test_buffers_are_kept_and_can_be_freed(monkeypatch: pytest.MonkeyPatch, inputs: Any) -> None:
-    spare = tile.Workspaces("float32", 2)
+    spare = workspace.Workspaces("float32", 2)
     with spare.lend() as first, spare.lend() as second, spare.lend() as third:
         assert len({id(first), id(second), id(third)}) == 3
         first.array("scores", 100)
     with spare.lend() as again, spare.lend() as other:
         assert {id(again), id(other)} <= {id(first), id(second), id(third)}  # two of them
-        again.array("scores", tile.KEPT // 4 + 1)
+        again.array("scores", workspace.KEPT // 4 + 1)
     with pytest.raises(ZeroDivisionError), spare.lend() as broken:
         raise ZeroDivisionError
     with spare.lend() as last:

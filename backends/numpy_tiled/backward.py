@@ -28,7 +28,6 @@ from portattn.backends.numpy_tiled.tile import (
     Rows,
     Scoring,
     Sequence,
-    Workspace,
     complete_scores,
     cut,
     flat,
@@ -37,6 +36,7 @@ from portattn.backends.numpy_tiled.tile import (
     product,
     trimmed,
 )
+from portattn.backends.numpy_tiled.workspace import Workspace
 from portattn.problem import Problem
 
 if TYPE_CHECKING:

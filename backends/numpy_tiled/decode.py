@@ -17,7 +17,8 @@ from portattn.backends.numpy_tiled.config import JOBS, TURNS, Config, tile_count
 from portattn.backends.numpy_tiled.forward import Partial, attend, write
 from portattn.backends.numpy_tiled.masking import Array
 from portattn.backends.numpy_tiled.pool import Job
-from portattn.backends.numpy_tiled.tile import Rows, Scoring, Sequence, Workspace
+from portattn.backends.numpy_tiled.tile import Rows, Scoring, Sequence
+from portattn.backends.numpy_tiled.workspace import Workspace
 from portattn.problem import Problem
 
 

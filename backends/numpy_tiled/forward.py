@@ -25,7 +25,6 @@ from portattn.backends.numpy_tiled.tile import (
     Rows,
     Scoring,
     Sequence,
-    Workspace,
     complete_scores,
     cut,
     flat,
@@ -34,6 +33,7 @@ from portattn.backends.numpy_tiled.tile import (
     product,
     trimmed,
 )
+from portattn.backends.numpy_tiled.workspace import Workspace
 
 BOUND = 21.0
 """Nats. Wide enough for normal inputs up to head dim 256; so narrow that a row in which one key
@@ -145,7 +145,7 @@ class _RowTile:
             part = cut(self.seq, rows, j0, j1, self.ws)
             if part is None:
                 continue
-            keys = self.seq.keys.key_tiles(rows, j0, j1, self.ws)
+            keys = self.seq.keys.keys_of(rows, j0, j1, self.ws)
             scores = self._scores(keys, at)
             safe = bound is not None and bound.rows(keys, part, at)
             shaped = scores.reshape(rows.h1 - rows.h0, rows.i1 - rows.i0, j1 - j0)
@@ -159,7 +159,7 @@ class _RowTile:
                 self._clear()
             self.started = True
             shrink = self._weigh(scores, shaped, part, safe, hidden, at, fresh)
-            values = self.seq.keys.value_tiles(rows, j0, j1, self.ws)
+            values = self.seq.keys.values_of(rows, j0, j1, self.ws)
             self._add(scores, values, shrink, hidden if self.exact else None, at, fresh)
         if not self.started:
             self._clear()

@@ -19,7 +19,8 @@ from portattn.backends.numpy_tiled.config import Config
 from portattn.backends.numpy_tiled.decode import forward_jobs
 from portattn.backends.numpy_tiled.masking import Array, Band
 from portattn.backends.numpy_tiled.pool import run_jobs
-from portattn.backends.numpy_tiled.tile import Keys, Scoring, Sequence, Workspaces, blas_reads
+from portattn.backends.numpy_tiled.tile import Keys, Scoring, Sequence, blas_reads
+from portattn.backends.numpy_tiled.workspace import Workspaces
 from portattn.contract import Call
 from portattn.machine import cores
 from portattn.problem import Problem

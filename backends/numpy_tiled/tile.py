@@ -1,4 +1,4 @@
-"""What a tile works on: views of one sequence, buffers of one thread, and the scores.
+"""What a tile works on: views of one sequence, and the scores.
 
 The rule kept here: the caller's arrays are read through views; what BLAS cannot read as it lies
 (half precision, odd strides, pages) is copied a tile at a time. Nothing that a row may not see
@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from portattn.backends.numpy_tiled.config import KEPT
 from portattn.backends.numpy_tiled.masking import Array, Band, Bools, Edge, diagonals, toeplitz
+from portattn.backends.numpy_tiled.workspace import Workspace
 from portattn.problem import Problem
 
 
@@ -53,84 +51,6 @@ class Rows(NamedTuple):
     def group(self) -> int:
         """Query heads of each key head."""
         return (self.h1 - self.h0) // (self.k1 - self.k0)
-
-
-class Workspace:
-    """Buffers of one thread by name, grown to the largest tile and used again for the next."""
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = np.dtype(dtype)
-        self._flat: dict[str, Array] = {}
-        self._views: dict[tuple[Any, ...], Array] = {}
-        self._edges: dict[tuple[Any, ...], Edge] = {}
-
-    def array(self, name: str, *shape: int) -> Array:
-        """The buffer ``name`` in that shape, its contents undefined."""
-        key = (name, shape)
-        view = self._views.get(key)
-        if view is None:
-            size = math.prod(shape)
-            flat = self._flat.get(name)
-            if flat is None:
-                view = np.empty(shape, self.dtype)
-                self._flat[name] = view.reshape(-1)
-            elif flat.size < size:
-                del flat, self._flat[name]
-                self._views.clear()
-                return self.array(name, *shape)
-            else:
-                view = flat[:size].reshape(shape)
-            if len(self._views) > 256:
-                self._views.clear()
-            self._views[key] = view
-        return view
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers."""
-        return sum(x.nbytes for x in self._flat.values())
-
-    def ones(self, n: int) -> Array:
-        """n ones."""
-        ones = self._flat.get("ones")
-        if ones is None or ones.size < n:
-            ones = self._flat["ones"] = np.ones(n, self.dtype)
-        return ones[:n]
-
-    def edge(self, band: Band, i0: int, i1: int, j0: int, j1: int) -> Edge:
-        """How the band cuts a tile; the pattern recurs from tile to tile."""
-        key = (band.low, band.high, i1 - i0, j0 - i0, j1 - i0)
-        edge = self._edges.get(key)
-        if edge is None:
-            if len(self._edges) >= 64:
-                self._edges.clear()
-            edge = self._edges[key] = Edge.of(band, i0, i1, j0, j1, self.dtype.itemsize)
-        return edge
-
-
-class Workspaces:
-    """Workspaces of one dtype between the calls: fresh memory costs a page fault for every 4 KiB,
-    which a short call would feel. At most ``limit`` are kept, and none above `KEPT`; `clear` frees
-    them."""
-
-    def __init__(self, dtype: str, limit: int) -> None:
-        self._dtype, self._limit = dtype, limit
-        self._kept: deque[Workspace] = deque()  # append and pop are atomic
-
-    @contextmanager
-    def lend(self) -> Iterator[Workspace]:
-        """A workspace that nobody else has. It is not kept if what it was used for failed."""
-        try:
-            ws = self._kept.pop()
-        except IndexError:
-            ws = Workspace(self._dtype)
-        yield ws
-        if len(self._kept) < self._limit and ws.nbytes <= KEPT:
-            self._kept.append(ws)
-
-    def clear(self) -> None:
-        """Free what is kept."""
-        self._kept.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,15 +142,15 @@ class Keys(NamedTuple):
             return self.v[head, j0:j1]
         return self._copied(self.v, head, j0, j1, ws.array("v", j1 - j0, self.v.shape[-1]))
 
-    def key_tiles(self, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
+    def keys_of(self, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
         """(heads, j1 - j0, D) keys that the rows read."""
-        return self._tiles(self.k, self.k_direct, rows, j0, j1, ws)
+        return self._of(self.k, self.k_direct, rows, j0, j1, ws)
 
-    def value_tiles(self, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
-        """(heads, j1 - j0, Dv) values, perhaps in the place of the keys of `key_tiles`."""
-        return self._tiles(self.v, self.v_direct, rows, j0, j1, ws)
+    def values_of(self, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
+        """(heads, j1 - j0, Dv) values, perhaps in the place of the keys."""
+        return self._of(self.v, self.v_direct, rows, j0, j1, ws)
 
-    def _tiles(self, x: Array, direct: bool, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
+    def _of(self, x: Array, direct: bool, rows: Rows, j0: int, j1: int, ws: Workspace) -> Array:
         if direct:
             return x[rows.k0 : rows.k1, j0:j1]
         into = ws.array("k", rows.heads_k, j1 - j0, x.shape[-1])
