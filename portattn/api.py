@@ -322,15 +322,46 @@ def _backward(
 def _describe(
     q: Any, k: Any, v: Any, options: dict[str, Any], **flags: Any
 ) -> tuple[Problem, Call]:
-    """The problem and its arrays; everything is validated on the way."""
+    """The problem and its arrays; everything is validated on the way. What was found valid once is
+    remembered by all that it hangs on, unless that is in the arrays' numbers."""
     described = {"q": recognise(q, "q"), "k": recognise(k, "k"), "v": recognise(v, "v")}
     rest = dict(options)
+    by_value = False
     for name in _OPERANDS:
         value = rest.pop(name, None)
         if value is not None:
             described[name] = recognise(value, name)
-    problem = Problem.from_arrays(**described, **rest, **flags)
-    return problem, Call(out=described["q"], **described)
+            by_value = by_value or name in _VALUES
+    if by_value:
+        problem = Problem.from_arrays(**described, **rest, **flags)
+        return problem, Call(out=described["q"], **described)
+    # True and 1, and 1 and 1.0, are equal and not the same option: the types are part of the key.
+    numbers, window = (*rest.values(), *flags.values()), rest.get("window")
+    key = (
+        tuple([(n, a.family, a.shape, a.strides, a.dtype, a.device) for n, a in described.items()]),
+        tuple(rest),
+        tuple(flags),
+        numbers,
+        tuple(map(type, numbers)),
+        tuple(map(type, window)) if isinstance(window, tuple) else None,
+    )
+    try:
+        known = _VALID.get(key)
+    except TypeError:  # an option that cannot be hashed, and is refused by name below
+        return Problem.from_arrays(**described, **rest, **flags), Call(
+            out=described["q"], **described
+        )
+    if known is None:
+        known = Problem.from_arrays(**described, **rest, **flags)
+        if len(_VALID) >= _REMEMBERED:
+            _VALID.clear()
+        _VALID[key] = known
+    return known, Call(out=described["q"], **described)
+
+
+_VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+_REMEMBERED = 1024
+_VALID: dict[Any, Problem] = {}
 
 
 def _known(options: dict[str, Any], function: str) -> None:

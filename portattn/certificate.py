@@ -7,7 +7,6 @@ changed since (driver, GPU, library version, kernel source) makes it stale, and 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -18,8 +17,10 @@ from typing import Any
 from portattn.arguments import check_flag
 from portattn.contract import Backend
 from portattn.machine import Machine
+from portattn.records import ENV_DATA_DIR as ENV_DATA_DIR
+from portattn.records import data_path
+from portattn.records import source_hash as source_hash
 
-ENV_DATA_DIR = "PORTATTN_DATA_DIR"
 ENV_REQUIRE = "PORTATTN_REQUIRE_CERTIFIED"
 
 # Parts of a fingerprint that tell two records of one machine apart but do not age a certificate:
@@ -73,7 +74,7 @@ class Evidence:
 
 def data_dir() -> Path:
     """The user's data folder for portattn; the environment variable PORTATTN_DATA_DIR overrides."""
-    return Path(_data_path(os.environ.get(ENV_DATA_DIR)))
+    return Path(data_path())
 
 
 def evidence_dir() -> Path:
@@ -83,36 +84,21 @@ def evidence_dir() -> Path:
 
 def evidence_path() -> str:
     """`evidence_dir` as text, for the call that looks there each time."""
-    return _data_path(os.environ.get(ENV_DATA_DIR)) + os.sep + "evidence"
-
-
-@functools.cache
-def _data_path(chosen: str | None) -> str:
-    if chosen:
-        return chosen
-    import platformdirs
-
-    return platformdirs.user_data_dir("portattn", appauthor=False)
-
-
-def source_hash(files: tuple[str, ...]) -> str:
-    """A hash of the names and contents of a backend's kernel sources."""
-    digest = hashlib.sha256()
-    for file in sorted(files, key=lambda f: Path(f).name):
-        path = Path(file)
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    return data_path() + os.sep + "evidence"
 
 
 def fingerprint(backend: Backend, machine: Machine) -> dict[str, Any]:
-    """What a certificate of ``backend`` depends on: the machine, the versions of its packages and
-    the hash of its kernel sources. A CPU backend does not age with the GPU driver."""
+    """What a certificate of ``backend`` depends on: the machine, the versions of its packages, the
+    hash of its kernel sources, and what this process holds it to, where it can be held to anything
+    (``backend.held()``). A CPU backend does not age with the GPU driver."""
     parts = machine.fingerprint()
     if "cuda" not in backend.device_kinds:
         parts = {k: v for k, v in parts.items() if k not in ("driver", "gpus")}
     parts["kernel_hash"] = source_hash(backend.kernel_files())
     for package in backend.packages:
         parts[package] = machine.version(package)
+    if hasattr(backend, "held"):
+        parts |= backend.held()
     return parts
 
 

@@ -309,12 +309,16 @@ class Problem:
         lengths = check_lengths(
             q, k, qh, layout, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table
         )
-        dense = (lengths.batch, heads_q, lengths.seq_q, lengths.seq_k)
+        seq_q, seq_k = lengths.seq_q, lengths.seq_k
+        if packed and q.device != "cpu":
+            # The host cannot read how long the longest sequence is; a mask or bias says it.
+            seq_q, seq_k = _longest(seq_q, seq_k, mask, bias)
+        dense = (lengths.batch, heads_q, seq_q, seq_k)
         return cls(
             dtype=q.dtype,
             batch=lengths.batch,
-            seq_q=lengths.seq_q,
-            seq_k=lengths.seq_k,
+            seq_q=seq_q,
+            seq_k=seq_k,
             heads_q=heads_q,
             heads_k=heads_k,
             head_dim=head_dim,
@@ -348,3 +352,13 @@ class Problem:
     def as_backward(self) -> Problem:
         """The backward pass of this problem."""
         return replace(self, backward=True, return_lse=False)
+
+
+def _longest(seq_q: int, seq_k: int, *operands: Described | None) -> tuple[int, int]:
+    """The longest lengths of packed sequences by the last axes of their masks and biases, where
+    those do not broadcast; else all rows, which no sequence passes."""
+    for operand in operands:
+        shape = (1, 1) if operand is None else (1, 1, *operand.shape)
+        seq_q = shape[-2] if 1 < shape[-2] <= seq_q else seq_q
+        seq_k = shape[-1] if 1 < shape[-1] <= seq_k else seq_k
+    return seq_q, seq_k

@@ -319,6 +319,15 @@ def _quadratic(backend: Backend, problem: Problem, plan: Plan, machine: Machine)
 def _barred(candidate: Candidate, auto: bool, certified_only: bool) -> Reason | None:
     """Why an accepting backend still may not be chosen."""
     evidence = candidate.evidence
+    backend = find_backends()[candidate.backend].backend
+    if auto and getattr(backend, "claims", {}).get("simulated"):
+        return Reason(
+            "simulated",
+            "backend",
+            "a simulator stands in for the hardware",
+            "hardware",
+            f"backend={candidate.backend!r} insists",
+        )
     run = f"portattn conformance run --backend {candidate.backend}"
     if auto and evidence is not None and evidence.quarantines:
         return Reason(

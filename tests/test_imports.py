@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Each line may import from itself and from the lines above it.
 LAYERS = (
-    ("arguments", "arrays"),
+    ("arguments", "arrays", "records"),
     ("problem", "machine"),
     ("contract", "tuning", "traffic"),
     ("certificate",),
@@ -26,7 +26,7 @@ LAYERS = (
     ("torch", "distributed"),
     ("compat",),
     ("report",),
-    ("conformance", "bench"),
+    ("conformance", "bench", "tune_command"),
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -1,4 +1,7 @@
-"""`portattn bench`: a backend against its peers, as a table and as a JSON record."""
+"""`portattn bench`: a backend against its peers, as a table and as a JSON record.
+
+The rule kept here: what is wrong with the question is said before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +17,129 @@ import numpy as np
 from rich.table import Table
 
 import portattn
+from portattn.bench import gpu_record, gpu_suite
 from portattn.bench.cells import Cell, cpu_suite
 from portattn.bench.contenders import GEMM, PEERS, Inputs, build
+from portattn.bench.gpu_cells import GROUPS, h200_suite
+from portattn.bench.gpu_timing import CudaDevice
 from portattn.bench.timing import measure, ratio
 from portattn.certificate import fingerprint
+from portattn.contract import Backend
 from portattn.machine import Machine
 from portattn.registry import find_backends
 from portattn.report import console
 
+SUITES = {"cpu": "numpy", "h200": "triton"}  # and the backend that each is for first of all
+
 
 @click.command("bench")
-@click.option("--backend", default="numpy", show_default=True, help="The backend to time.")
 @click.option(
-    "--peer", "peers", multiple=True, type=click.Choice(list(PEERS)), help="A peer; repeatable."
+    "--suite",
+    type=click.Choice(list(SUITES)),
+    default="cpu",
+    show_default=True,
+    help="cpu: float32 on the host. h200: bfloat16 on a CUDA device, held against what an H200 "
+    "has to reach.",
 )
-@click.option("--rounds", default=7, show_default=True, help="Interleaved rounds a cell.")
+@click.option("--backend", help="The backend to time.  [default: numpy; triton for h200]")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    type=click.Choice(list(PEERS)),
+    help="A peer of the cpu suite; repeatable. The h200 suite has all of its own.",
+)
+@click.option(
+    "--group",
+    "groups",
+    multiple=True,
+    type=click.Choice(list(GROUPS)),
+    help="Only this group of the h200 suite; repeatable.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=7,
+    show_default=True,
+    help="Interleaved rounds a cell.",
+)
 @click.option("--only", default="", help="Only cells whose name has this text.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the JSON record here.")
-def cli(backend: str, peers: tuple[str, ...], rounds: int, only: str, output: Path | None) -> None:
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write the JSON record here; the h200 suite also writes it as .md.",
+)
+def cli(
+    suite: str,
+    backend: str | None,
+    peers: tuple[str, ...],
+    groups: tuple[str, ...],
+    rounds: int,
+    only: str,
+    output: Path | None,
+) -> None:
     """Time a backend against peers, interleaved in one process; report ratios.
 
     A number above 1 means that the backend is that many times as fast as the peer. "of sgemm" is
-    the backend's rate of floating-point operations over that of a large float32 product of NumPy.
+    the backend's rate of floating-point operations over that of a large float32 product of NumPy;
+    "of copy" its rate of reading keys and values over the device's rate of copying.
     """
+    backend = backend or SUITES[suite]
     found = find_backends().get(backend)
     if found is None or found.backend is None:
         raise click.UsageError(f"unknown backend {backend!r}; there are {sorted(find_backends())}")
+    if suite == "h200":
+        if peers:
+            raise click.UsageError("--peer is of the cpu suite")
+        if output is not None and output.suffix == ".md":
+            raise click.UsageError(f"--output {output}: want a .json; a .md comes with it")
+        _gpu(suite, found.backend, groups, rounds, only, output)
+    else:
+        if groups:
+            raise click.UsageError("--group is of the h200 suite")
+        _cpu(found.backend, peers, rounds, only, output)
+
+
+def _gpu(
+    suite: str,
+    backend: Backend,
+    groups: tuple[str, ...],
+    rounds: int,
+    only: str,
+    output: Path | None,
+) -> None:
+    cells = [c for c in h200_suite() if only in c.name and (not groups or c.kind in groups)]
+    if not cells:
+        raise click.UsageError(f"no cell of {groups or 'any group'} has {only!r} in its name")
+    problem = gpu_suite.why_not(backend, Machine.here())
+    if problem:
+        raise click.UsageError(f"--suite {suite} needs {problem}")
+    device = CudaDevice()
+    known = {**fingerprint(backend, Machine.here()), **gpu_record.versions()}
+    screen, rows = console(), []
+    with screen.status(cells[0].name) as status:
+        for row in gpu_suite.rows(cells, backend, rounds, device):
+            rows.append(row)
+            status.update(cells[min(len(rows), len(cells) - 1)].name)
+            # After each cell: a run that is cut short leaves what it measured.
+            record = gpu_record.record(backend.name, suite, known, rounds, rows)
+            if output is not None:
+                _write(record, output)
+                output.with_suffix(".md").write_text(gpu_record.markdown(record), "utf-8")
+    screen.print(gpu_record.table(rows, backend.name))
+    for remark in gpu_record.remarks(rows):
+        screen.print(remark, markup=False)
+    for line, value in record["summary"].items():
+        screen.print(f"{line}: {value}")
+    if output is not None:
+        screen.print(f"record: {output}, {output.with_suffix('.md')}")
+
+
+def _cpu(
+    found: Backend, peers: tuple[str, ...], rounds: int, only: str, output: Path | None
+) -> None:
+    backend = found.name
     cells = [c for c in cpu_suite() if only in c.name]
     if not cells:
         raise click.UsageError(f"no cell has {only!r} in its name")
@@ -55,7 +155,7 @@ def cli(backend: str, peers: tuple[str, ...], rounds: int, only: str, output: Pa
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "backend": backend,
         "fingerprint": {
-            **fingerprint(found.backend, Machine.here()),
+            **fingerprint(found, Machine.here()),
             "torch": Machine.here().version("torch") if "torch-sdpa" in peers else None,
             "blas": _blas(),
         },
@@ -67,9 +167,13 @@ def cli(backend: str, peers: tuple[str, ...], rounds: int, only: str, output: Pa
     for line, value in summary.items():
         screen.print(f"{line}: {value}")
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        _write(record, output)
         screen.print(f"record: {output}")
+
+
+def _write(record: dict[str, Any], output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 def _row(cell: Cell, backend: str, peers: tuple[str, ...], rounds: int) -> dict[str, Any]:

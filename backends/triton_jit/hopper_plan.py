@@ -1,0 +1,49 @@
+"""Shared memory and tiles of the Hopper forward kernel, without Triton.
+
+The rule kept here: the planner decides from these numbers alone, so `forward_shared_bytes` returns
+what the compiler reports for the same configuration, and every tile listed fits.
+"""
+
+from __future__ import annotations
+
+WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the M of one wgmma
+SHARED_LIMIT = 232_448  # bytes that one block may have on sm_90
+_BARRIER_ALIGNMENT = 16
+_EPILOGUE_SCRATCH = 2048  # bytes per consumer: one step of the change of layout before the store
+
+# Per padded head dim: (block_k, stages, consumer warpgroups), the first that fits is taken. Three
+# consumers have 160 registers each in place of 240: few of them spill, and a longer tile hides more
+# of the softmax where rows are long.
+FORWARD_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((128, 2, 3), (128, 2, 2), (64, 2, 2)),
+    128: ((128, 2, 2), (64, 3, 2), (64, 2, 2)),
+    256: ((64, 2, 2), (32, 3, 2)),
+}
+MAX_REGISTERS = {2: 168, 3: 128}  # maxnreg at launch, by consumers: threads * maxnreg <= 65536
+
+
+def head_dim_pad(head_dim: int, value_dim: int) -> int:
+    """The power of two that both head dims are padded to by the loads, at least 64."""
+    return max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
+
+
+def forward_block_q(num_consumers: int = 2) -> int:
+    """Query rows of one tile."""
+    return WARPGROUP_ROWS * num_consumers
+
+
+def forward_shared_bytes(
+    head_dim_pad: int,
+    block_k: int,
+    stages: int,
+    element_bytes: int = 2,
+    num_consumers: int = 2,
+) -> int:
+    """Bytes of shared memory of one block, as the compiler lays them out."""
+    rows = WARPGROUP_ROWS * num_consumers + 2 * stages * block_k  # of q; of k and v
+    size = rows * head_dim_pad * element_bytes + _EPILOGUE_SCRATCH * num_consumers
+    # Barrier arrays, the larger first: two of q, four of k and v.
+    for entries in sorted([num_consumers] * 2 + [stages] * 4, reverse=True):
+        size = -(-size // _BARRIER_ALIGNMENT) * _BARRIER_ALIGNMENT + 8 * entries
+    # One byte per warp of the other partitions, counted in whole warpgroups.
+    return size + 4 * num_consumers
