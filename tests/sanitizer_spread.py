@@ -54,7 +54,7 @@ def dense(
 for off in (0, 1):
     at = f" at offset {off}" if off else ""
     dense(f"portable{at}", 70, 70, off=off, causal=True)
-    dense(f"portable backward{at}", 70, 70, off=off, causal=True, grad=True)
+    dense(f"portable backward{at}", 70, 70, off=off, mechanism="portable", causal=True, grad=True)
     dense(f"portable, tails{at}", 33, 65, off=off, causal="bottom_right")
     dense(f"decode{at}", 1, 700, heads=(4, 1), off=off)
     dense(f"hopper or what replaces it{at}", 150, 290, off=off, causal="bottom_right")
@@ -66,7 +66,8 @@ dense("an odd head dim", 40, 40, dim=63)
 dense("an odd head dim, backward", 40, 40, dim=63, grad=True)
 dense("hopper, full", 150, 300, mechanism="hopper")
 dense("hopper, full, backward", 150, 300, mechanism="hopper", grad=True)
-dense("hopper, one query", 1, 1, mechanism="hopper", causal=True)
+dense("hopper, one query", 1, 257, mechanism="hopper", causal="bottom_right")
+dense("hopper, one query and one key, backward", 1, 1, mechanism="hopper", causal=True, grad=True)
 dense("hopper, head dim 80", 140, 270, dim=80, mechanism="hopper", causal="bottom_right")
 
 

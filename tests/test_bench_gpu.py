@@ -286,11 +286,18 @@ class Forced:
 
     def __init__(self) -> None:
         self.inner: Any = find_backends()["numpy"].backend
-        self.name, self.forced, self.seen = "numpy", None, []  # type: ignore[var-annotated]
+        self.name = "numpy"
+        self.forced: str | None = None
+        self.seen: list[str | None] = []
+        self.ran: list[str | None] = []
 
     def force_mechanism(self, name: str | None) -> None:
         self.seen.append(name)
         self.forced = name
+
+    def run(self, problem: Any, plan: Any, call: Any) -> None:
+        self.ran.append(self.forced)
+        self.inner.run(problem, plan, call)
 
     def plan(self, problem: Any, machine: Any) -> Any:
         import dataclasses
@@ -306,7 +313,8 @@ def test_the_portable_contender_is_planned_while_forced_and_the_force_is_lifted(
     pytest.importorskip("torch")
     backend = Forced()
     row = row_of(one("forward", seq_q=24, seq_k=24, heads_q=2), backend)
-    assert backend.seen == ["portable", None]
+    assert backend.seen[:4] == ["portable", None] * 2 and backend.forced is None
+    assert set(backend.ran) == {"portable"}
     assert row["contenders"]["numpy-portable"]["state"] == "timed"
     assert row["measured"][PORTABLE_OVER_FLASH] == 1
 

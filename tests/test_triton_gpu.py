@@ -131,6 +131,7 @@ def test_hopper_against_portable(dim: int) -> None:
     results = []
     for name in ("hopper", "portable"):
         BACKEND.force_mechanism(name)
+        assert mechanism(*arrays, causal=True) == name
         results.append((attend(*arrays, causal=True), *backward(*arrays, dout, causal=True)[:3]))
     for a, b in zip(*results, strict=True):
         near(a, host(b).astype(np.float64), 2 * TOLERANCE[BF16])
@@ -145,11 +146,32 @@ def test_hopper_against_portable(dim: int) -> None:
     assert bool(poisoned[:, 400:].isnan().all())
     q, k, v = arrays
     used = [x[:, :400].clone() for x in arrays]
+    assert mechanism(*used, causal=True) == "hopper"
     want = backward(*used, dout[:, :400].clone(), causal=True)
     rows = torch.zeros_like(dout)
     rows[:, :400] = dout[:, :400]
     got = backward(q, k, v, rows, causal=True)
     near(got.dq[:, :400], host(want.dq).astype(np.float64), 2 * TOLERANCE[BF16], "dq")
+
+
+@pytest.mark.parametrize(("lengths", "batch"), [((300, 700), 16), ((1, 5000), 256)], ids=str)
+def test_a_sequence_that_is_loaded_otherwise_in_its_batch(
+    lengths: tuple[int, int], batch: int
+) -> None:
+    """On Hopper the plan of the batch has descriptors and that of the sequence has none; the bits
+    are the same."""
+    BACKEND.force_mechanism("portable")
+    arrays = drawn(*lengths, batch=batch)
+    alone = [x[:1] for x in arrays]
+    plans = [
+        portattn.explain(*x, causal="bottom_right", backend="triton")["triton"].plan
+        for x in (alone, arrays)
+    ]
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert [p.config.tma for p in plans] == [False, True]
+    want = attend(*alone, causal="bottom_right", return_lse=True)
+    for a, b in zip(attend(*arrays, causal="bottom_right", return_lse=True), want, strict=True):
+        assert torch.equal(a[:1], b)
 
 
 @pytest.mark.parametrize("backward_too", [False, True], ids=["forward", "backward"])

@@ -327,14 +327,21 @@ def test_the_borders_of_hopper_tiles() -> None:
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("device", ["sm_80", "sm_90"])
 def test_plans_do_not_depend_on_the_batch(device: str, backward: bool) -> None:
-    shapes = ({}, {"seq_q": 1, "seq_k": 5000, "heads_k": 1}, {"seq_q": 50})
+    shapes: tuple[dict[str, Any], ...] = (
+        {},
+        {"seq_q": 1, "seq_k": 5000, "heads_k": 1},
+        {"seq_q": 50},
+    )
     for shape in shapes:
         plans = [
             planned(problem(batch=b, backward=backward, **shape), machine(device))
             for b in (1, 2, 64, 4096)
         ]
-        assert len({p.config for p in plans}) == 1
-        assert len({dataclasses.replace(p, workspace_bytes=0) for p in plans}) == 1
+        # How keys are loaded may differ: it changes no bit (test_triton_gpu).
+        same = [dataclasses.replace(p.config, tma=False) for p in plans]
+        assert len(set(same)) == 1
+        same = [dataclasses.replace(p, workspace_bytes=0, config=same[0]) for p in plans]
+        assert len(set(same)) == 1
         assert [p.workspace_bytes for p in plans] == sorted(p.workspace_bytes for p in plans)
 
 
@@ -391,7 +398,12 @@ def test_packed_sequences_run_the_tile_of_a_prefill(device: str, longest: int) -
     """Heads are not packed and keys not split: a sequence has the bits that it has alone."""
     for mechanism, heads_k in itertools.product((None, *config.MECHANISMS), (1, 8)):
         BACKEND.force_mechanism(mechanism)
-        options = {"seq_q": 1, "seq_k": longest, "heads_k": heads_k, "layout": "thd"}
+        options: dict[str, Any] = {
+            "seq_q": 1,
+            "seq_k": longest,
+            "heads_k": heads_k,
+            "layout": "thd",
+        }
         asked = problem(batch=3, **options)
         plan = planned(asked, machine(device))
         made = plan.config

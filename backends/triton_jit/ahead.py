@@ -2,8 +2,8 @@
 
 The rule kept here: what the planner says about a tile is what the compiler said. ``python -m
 portattn.backends.triton_jit.ahead`` compiles the shipped tiles that have no bytes yet (``--anew``:
-all) and writes the shared memory that the compiler reports into the table; a test holds the table
-to it.
+all) and writes the shared memory that the compiler reports into the table; ``--check`` holds the
+table to it.
 """
 
 from __future__ import annotations
@@ -155,9 +155,7 @@ def measure(jobs: int = 0, echo: Any = print, *, anew: bool = False) -> dict[str
     for (capability, dtype, dim, tile, name), said in known.items():
         echo(f"sm_{capability} {dtype} {dim} {tile} {name}: {said}")
         if said["spilled"]:
-            spills[
-                f"sm_{capability} {dtype} {dim} {tile[0]}x{tile[1]} {tile[2]}w{tile[3]}s {name}"
-            ] = said["spilled"]
+            spills[_label(capability, dtype, dim, tile, name)] = said["spilled"]
     for arch, kinds in table["tiles"].items():
         capability = int(arch.removeprefix("sm_"))
         for key, rows in kinds.items():
@@ -171,6 +169,42 @@ def measure(jobs: int = 0, echo: Any = print, *, anew: bool = False) -> dict[str
     table["triton"] = triton.__version__
     table["spilled_bytes"] = dict(sorted(spills.items()))
     return table
+
+
+def check(jobs: int = 0, echo: Any = print) -> int:
+    """Compile every shipped tile once, with flags that take turns, and hold what the compiler says
+    to the table: no more shared memory, no more spilled bytes. The number of tiles that need more.
+    """
+    table = json.loads(TABLE.read_text())
+    limits: dict[tuple[Any, ...], int] = {}
+    for arch, kinds in table["tiles"].items():
+        for key, rows in kinds.items():
+            kind, size, dim = key.split("/")
+            dtype = "float16" if size == "2" else "float32"
+            for row in rows:
+                at = (int(arch.removeprefix("sm_")), dtype, int(dim), tuple(row[:4]), kind)
+                limits.setdefault(at, row[4])
+    tasks: dict[tuple[Any, ...], int] = {}
+    seen = set()
+    for turn, ((capability, dtype, dim, tile, kind), limit) in enumerate(limits.items()):
+        if (capability, dtype, dim, tile) not in seen:
+            seen.add((capability, dtype, dim, tile))
+            names = tuple(variants(capability, dtype, kind))
+            tasks[capability, dtype, dim, tile, names[turn % len(names)]] = limit
+    bad = 0
+    with ProcessPoolExecutor(jobs or cores()) as pool:
+        for task, said in zip(tasks, pool.map(_measured, tasks), strict=True):
+            spilled = table["spilled_bytes"].get(_label(*task), 0)
+            if said["shared"] > tasks[task] or said["spilled"] > spilled:
+                bad += 1
+                echo(f"{_label(*task)}: {said}; the table has {tasks[task]} and {spilled}")
+    echo(f"{len(tasks)} tiles compiled, {bad} need more than the table says")
+    return bad
+
+
+def _label(capability: int, dtype: str, dim: int, tile: tuple[int, ...], name: str) -> str:
+    q, k, warps, stages = tile
+    return f"sm_{capability} {dtype} {dim} {q}x{k} {warps}w{stages}s {name}"
 
 
 def _measured(task: tuple[int, str, int, tuple[int, int, int, int], str]) -> dict[str, int]:
@@ -189,4 +223,6 @@ def write(table: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if "--check" in sys.argv[1:]:
+        sys.exit(check() > 0)
     write(measure(anew="--anew" in sys.argv[1:]))

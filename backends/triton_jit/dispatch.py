@@ -51,3 +51,11 @@ def again(
         return dispatch(kernel, programs, tile, *args, **constants)
     started[(programs, 1, 1)](*args, *constants.values())
     return started
+
+
+def moved(box: Any, x: Any) -> Any:
+    """A descriptor of ``x``, which lies as the tensor of ``box`` did, without a second check."""
+    new = object.__new__(type(box))
+    new.__dict__.update(box.__dict__)
+    new.base = x
+    return new

@@ -17,7 +17,7 @@ from portattn.arrays import Array
 from portattn.backends.triton_jit import config as plans
 from portattn.backends.triton_jit import kernel_cache
 from portattn.backends.triton_jit.config import Config
-from portattn.backends.triton_jit.dispatch import again
+from portattn.backends.triton_jit.dispatch import again, moved
 from portattn.backends.triton_jit.forward import combine_kernel, forward_kernel
 from portattn.contract import Call
 from portattn.problem import Problem
@@ -258,14 +258,6 @@ def _boxes(problem: Problem, config: Config, t: Tensors, strides: Any) -> Any:
         box.base = None  # a plan outlives the arrays
         found.append(box)
     return found
-
-
-def moved(box: TensorDescriptor, x: Any) -> TensorDescriptor:
-    """A descriptor of ``x``, which lies as the tensor of ``box`` did, without a second check."""
-    new = object.__new__(TensorDescriptor)
-    new.__dict__.update(box.__dict__)
-    new.base = x
-    return new
 
 
 def walkable(shape: Any, strides: Any, size: int) -> list[int] | None:

@@ -140,8 +140,9 @@ def _public(name: str) -> Callable[[GpuCell, Inputs], Run]:
 
 
 def _forced(backend: Backend, wanted: str) -> Callable[[GpuCell, Inputs], Run]:
-    """The plan is made while the mechanism is forced, once; a call runs that plan. What the public
-    call remembers is left alone."""
+    """The mechanism is forced while the plan is made, once, and while a call runs it: a backend
+    does not run a plan that was made under another force. What the public call remembers is left
+    alone."""
 
     def build(cell: GpuCell, inputs: Inputs) -> Run:
         force = getattr(backend, "force_mechanism", None)
@@ -165,7 +166,11 @@ def _forced(backend: Backend, wanted: str) -> Callable[[GpuCell, Inputs], Run]:
         call = Call(out=recognise(out, "out"), **arrays)
 
         def run() -> Any:
-            backend.run(problem, plan, call)
+            force(wanted)
+            try:
+                backend.run(problem, plan, call)
+            finally:
+                force(None)
             return out
 
         return run
