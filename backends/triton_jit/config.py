@@ -37,8 +37,8 @@ LONG_KEYS = 16_384
 DEFAULT_SMS = 108
 """Multiprocessors assumed where a device is only pretended."""
 
-TMA_SCORES = 1 << 22
-"""Scores of a call from which on the tensor memory accelerator is worth its descriptors."""
+TMA_SCORES = 1 << 21
+"""Scores of one sequence from which on the tensor memory accelerator is worth its descriptors."""
 
 ITEM = {"float16": 2, "bfloat16": 2, "float32": 4}
 

@@ -6,6 +6,7 @@ comes before the kernels' cache was seen to.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,3 +60,18 @@ def moved(box: Any, x: Any) -> Any:
     new.__dict__.update(box.__dict__)
     new.base = x
     return new
+
+
+MEMO = 64
+"""Launches that a plan remembers: ways for its arrays to lie, and kernels compiled for them."""
+
+
+def remembered(memo: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """What ``memo`` has for ``key``, made if there is nothing. Several threads may ask: one that
+    comes second makes it again, and either will do."""
+    found = memo.get(key)
+    if found is None:
+        if len(memo) >= MEMO:
+            memo.clear()
+        found = memo[key] = make()
+    return found

@@ -17,7 +17,7 @@ from portattn.arrays import Array
 from portattn.backends.triton_jit import config as plans
 from portattn.backends.triton_jit import kernel_cache
 from portattn.backends.triton_jit.config import Config
-from portattn.backends.triton_jit.dispatch import again, moved
+from portattn.backends.triton_jit.dispatch import again, moved, remembered
 from portattn.backends.triton_jit.forward import combine_kernel, forward_kernel
 from portattn.contract import Call
 from portattn.problem import Problem
@@ -118,17 +118,10 @@ def portable_forward(
     problem: Problem, config: Config, t: Tensors, *, flags: Any = None, flag_rows: int = 0
 ) -> None:
     """The portable mechanism; with ``flags``, only those tiles of ``flag_rows`` rows."""
-    lies = t.lies(flag_rows)
-    ready = config.memo.get(lies)
-    if ready is None:
-        ready = config.memo[lies] = Prepared(problem, config, t, flag_rows)
-        if len(config.memo) > MEMO:
-            config.memo.pop(next(iter(config.memo)))
+    ready = remembered(
+        config.memo, t.lies(flag_rows), lambda: Prepared(problem, config, t, flag_rows)
+    )
     ready.start(t, flags)
-
-
-MEMO = 64
-"""Ways of lying in memory whose launches a plan remembers."""
 
 
 class Prepared:

@@ -19,7 +19,7 @@ from portattn.backends.triton_jit.backward import dq_kernel
 from portattn.backends.triton_jit.backward_keys import dkdv_kernel
 from portattn.backends.triton_jit.backward_plan import BackwardTiles, Tile, padded
 from portattn.backends.triton_jit.backward_sums import dbias_kernel, delta_kernel, sums_kernel
-from portattn.backends.triton_jit.dispatch import dispatch
+from portattn.backends.triton_jit.dispatch import dispatch, remembered
 
 kernel_cache.one_at_a_time(dkdv_kernel, dq_kernel, dbias_kernel, delta_kernel, sums_kernel)
 
@@ -194,11 +194,12 @@ class _Common:
         # What was compiled hangs on the constants, on what is there, and on the plan's dtypes.
         constants = tuple([args[n] for n in _constants(kernel)])
         key = (id(kernel), tile, constants, tuple([x is None for x in args]))
-        started = self.call.memo.get(key)
-        if started is None:
-            started = self.call.memo[key] = dispatch(kernel, programs, tile, *args)
-        else:
+        memo = self.call.memo
+        started = memo.get(key)
+        if started is not None:
             started[(programs, 1, 1)](*args)
+        else:
+            remembered(memo, key, lambda: dispatch(kernel, programs, tile, *args))
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from portattn.backends.triton_jit import (
     launch_backward,
 )
 from portattn.backends.triton_jit.config import Config
+from portattn.backends.triton_jit.dispatch import remembered
 from portattn.backends.triton_jit.hopper_backward_dkdv import dkdv_kernel
 from portattn.backends.triton_jit.hopper_backward_dq import dq_kernel
 from portattn.backends.triton_jit.hopper_forward import hopper_forward_kernel
@@ -56,10 +57,10 @@ def forward(problem: Problem, made: Config, t: Tensors) -> None:
     flags = None
     if offset is not None:
         flags = torch.empty(heads * row_tiles, dtype=torch.int32, device=t.q.device)
-    ready = made.memo.get(lies)
-    if ready is None:
+
+    def prepare() -> hopper_forward.Prepared:
         count = torch.cuda.get_device_properties(t.q.device).multi_processor_count
-        ready = made.memo[lies] = hopper_forward.Prepared(
+        return hopper_forward.Prepared(
             q,
             k,
             v,
@@ -72,6 +73,8 @@ def forward(problem: Problem, made: Config, t: Tensors) -> None:
             grid_size=hopper_policy.grid(problem, row_tiles * heads, count),
             head_group=hopper_policy.head_group(problem),
         )
+
+    ready = remembered(made.memo, lies, prepare)
     ready.start(q, k, v, out, t.lse, flags)
     if flags is not None:
         portable_forward(problem, made, t, flags=flags, flag_rows=tile.block_q)

@@ -203,7 +203,7 @@ def plan(problem: Problem, on: Target, triton: str | None) -> Plan:
 def tma(problem: Problem, on: Target) -> bool:
     """Whether keys and values come by the tensor memory accelerator, whose descriptors cost the
     host some twenty microseconds a call. The numbers are the same either way."""
-    scores = problem.batch * problem.heads_q * problem.seq_q * problem.seq_k
+    scores = problem.heads_q * problem.seq_q * problem.seq_k
     hopper = config.family(on.capability) == "sm_90"
     return hopper and not interpreted.on() and scores >= config.TMA_SCORES
 
