@@ -24,5 +24,7 @@ def mapped() -> list[str]:
 setup(
     packages=mapped(),
     package_dir={name: folder for folder, name in PREFIXES.items()},
-    package_data={"": ["py.typed", "*.json", "tuned/*.json", "*.cu", "*.cuh", "*.html", "*.css", "*.js"]},
+    package_data={
+        "": ["py.typed", "*.json", "tuned/*.json", "*.cu", "*.cuh", "*.html", "*.css", "*.js"]
+    },
 )

@@ -224,9 +224,11 @@ def decide(
     bars = [(c.backend, _barred(c, auto, certified_only)) for c in ranked if c.accepted]
     notes = [f"{name} is not chosen: {bar}" for name, bar in bars if bar]
     if chosen is not None and chosen.evidence is None:
+        found = find_backends()[chosen.backend].backend
+        tier = "gpu" if found is not None and "cuda" in found.device_kinds else "cpu"
         notes.append(
             f"{chosen.backend} has no conformance record on this machine; "
-            f"`portattn conformance run --backend {chosen.backend} --tier cpu` makes one"
+            f"`portattn conformance run --backend {chosen.backend} --tier {tier}` makes one"
         )
     elif chosen is not None and chosen.evidence and not chosen.evidence.certifies:
         notes.append(f"{chosen.backend}: evidence {chosen.evidence}")

@@ -23,7 +23,7 @@ class _Backend:
                 "backend",
                 self.name,
                 "a release that ships its kernels",
-                "this release has those of 'numpy'",
+                "this release has those of 'numpy' and 'triton'",
             ),
             *cuda_reasons(machine, "cupy", "cupy", "cupy"),
             *device_reasons(problem, self.device_kinds),
