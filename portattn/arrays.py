@@ -153,11 +153,17 @@ def _torch(x: Any, name: str) -> Array:
         raise TypeError(wrong(name, f"a {kind} tensor", "a dense (strided) tensor"))
     if x.is_neg() or x.is_conj():
         raise TypeError(wrong(name, "a tensor with a lazy negation", "x.resolve_neg()"))
-    device = x.device
-    place = device.type if device.index is None else f"{device.type}:{device.index}"
-    return Array(
-        x, "torch", tuple(x.shape), tuple(x.stride()), str(x.dtype).removeprefix("torch."), place
-    )
+    return Array(x, "torch", tuple(x.shape), x.stride(), _dtype_name(x.dtype), _place(x.device))
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=64)
+def _place(device: Any) -> str:
+    return str(device.type if device.index is None else f"{device.type}:{device.index}")
 
 
 def _cuda_array_interface(x: Any, name: str) -> Array:
