@@ -81,7 +81,7 @@ def reasons(problem: Problem, on: Target) -> list[Reason]:
     dtypes = interpreted.DTYPES if interpreted.on() else tuple(ITEM)
     if problem.dtype not in dtypes:
         hint = "cast to one of these; backend='numpy' takes float64 host arrays"
-        if interpreted.on():
+        if interpreted.on() and problem.dtype == "bfloat16":
             hint = "Triton's interpreter gets its products wrong; use a GPU"
         found.append(Reason("dtype", "dtype", problem.dtype, " or ".join(dtypes), hint))
         return found
