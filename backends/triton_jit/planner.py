@@ -81,8 +81,10 @@ def reasons(problem: Problem, on: Target) -> list[Reason]:
     dtypes = interpreted.DTYPES if interpreted.on() else tuple(ITEM)
     if problem.dtype not in dtypes:
         hint = "cast to one of these; backend='numpy' takes float64 host arrays"
-        if interpreted.on() and problem.dtype == "bfloat16":
-            hint = "Triton's interpreter gets its products wrong; use a GPU"
+        if interpreted.on():
+            hint = "Triton's interpreter takes what the kernels do; backend='numpy' takes it"
+            if problem.dtype == "bfloat16":
+                hint = "Triton's interpreter gets its products wrong; backend='numpy' takes it"
         found.append(Reason("dtype", "dtype", problem.dtype, " or ".join(dtypes), hint))
         return found
     if problem.dtype == "bfloat16" and on.capability < BFLOAT16_SINCE:
