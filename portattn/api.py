@@ -326,15 +326,17 @@ def _describe(
     remembered by all that it hangs on, unless that is in the arrays' numbers."""
     described = {"q": recognise(q, "q"), "k": recognise(k, "k"), "v": recognise(v, "v")}
     rest = dict(options)
-    by_value = False
     for name in _OPERANDS:
         value = rest.pop(name, None)
         if value is not None:
             described[name] = recognise(value, name)
-            by_value = by_value or name in _VALUES
-    if by_value:
-        problem = Problem.from_arrays(**described, **rest, **flags)
-        return problem, Call(out=described["q"], **described)
+    return _valid(described, rest, flags), Call(out=described["q"], **described)
+
+
+def _valid(described: dict[str, Array], rest: dict[str, Any], flags: dict[str, Any]) -> Problem:
+    """`Problem.from_arrays`, remembered."""
+    if any(name in described and described[name].device == "cpu" for name in _VALUES):
+        return Problem.from_arrays(**described, **rest, **flags)
     # True and 1, and 1 and 1.0, are equal and not the same option: the types are part of the key.
     numbers, window = (*rest.values(), *flags.values()), rest.get("window")
     key = (
@@ -348,15 +350,13 @@ def _describe(
     try:
         known = _VALID.get(key)
     except TypeError:  # an option that cannot be hashed, and is refused by name below
-        return Problem.from_arrays(**described, **rest, **flags), Call(
-            out=described["q"], **described
-        )
+        return Problem.from_arrays(**described, **rest, **flags)
     if known is None:
         known = Problem.from_arrays(**described, **rest, **flags)
         if len(_VALID) >= _REMEMBERED:
             _VALID.clear()
         _VALID[key] = known
-    return known, Call(out=described["q"], **described)
+    return known
 
 
 _VALUES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")

@@ -499,6 +499,63 @@ def bug_097_bfloat16_and_float64_are_refused() -> None:
 
 
 @check
+def a_tile_that_lies_under_two_flags_is_repaired_for_either() -> None:
+    """Flags of 192 rows over tiles of 128: the second tile has rows of both."""
+    import dataclasses
+
+    import torch
+
+    from portattn.arrays import recognise
+    from portattn.backends.triton_jit import config, launch_backward, launch_portable, planner
+    from portattn.backends.triton_jit.backward_plan import Tile as BackwardTile
+    from portattn.backends.triton_jit.tensors import Tensors
+    from portattn.contract import Call
+    from portattn.machine import Machine
+    from portattn.problem import Problem
+
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, 384, 16) for _ in range(4))
+    described = {n: recognise(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
+    problem = Problem.from_arrays(**described, layout="bhsd")
+    plan = planner.plan(problem, planner.target(problem, Machine.here()), None).config
+    tile = config.Tile(128, 64, 4, 1, 0)
+    made = dataclasses.replace(plan, tile=tile, splits=1, pack=1)
+    # the last rows' flag comes first
+    for flags, first, last in (([0, 1], 0, 256), ([1, 0], 128, 384)):
+        out = torch.full_like(q, float("nan"))
+        call = Call(out=recognise(out, "out"), **described)
+        launch_portable.portable_forward(
+            problem, made, Tensors(problem, call), flags=torch.tensor(flags).int(), flag_rows=192
+        )
+        done = torch.isfinite(out).all(-1)[0, 0]
+        assert done[first:last].all() and int(done.sum()) == last - first, flags
+
+    out, lse = attend_torch(q, k, v)
+    for flags, first, last in (([1, 0], 0, 256), ([0, 1], 128, 384)):
+        dq, dk, dv = (torch.full_like(x, float("nan")) for x in (q, k, v))
+        backward = launch_backward.Backward(
+            q=q, k=k, v=v, out=out, dout=dout, lse=lse, scale=0.25, batch=1, seq_q=384, seq_k=384,
+            dq=dq, dk=dk, dv=dv,
+        )  # fmt: skip
+        whole = BackwardTile(128, 128, 4, 1)
+        tiles = launch_backward.BackwardTiles(whole, whole, whole, whole)
+        common = launch_backward.rows_delta(backward, whole)
+        set_flags = torch.tensor([flags]).int()
+        launch_backward.repair(backward, tiles, common, set_flags, set_flags, (192, 192))
+        for gradient in (dq, dk, dv):
+            done = torch.isfinite(gradient).all(-1)[0, 0]
+            assert done[first:last].all() and int(done.sum()) == last - first, flags
+
+
+def attend_torch(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Out and LSE at a scale of 1/4."""
+    import torch
+
+    scores = q @ k.transpose(-1, -2) / 4
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+
+
+@check
 def auto_takes_no_interpreter() -> None:
     """What is chosen by itself on the host is NumPy."""
     import portattn

@@ -16,8 +16,8 @@ PROGRAM = r"""
 import inspect, json, torch
 from portattn.arrays import recognise
 from portattn.backends.triton_jit import config, dispatch, forward, hopper_forward, hopper_policy
-from portattn.backends.triton_jit import backward, backward_keys, backward_sums, launch
-from portattn.backends.triton_jit import launch_backward, launch_gradients, launch_hopper, planner
+from portattn.backends.triton_jit import launch, launch_backward, launch_hopper
+from portattn.backends.triton_jit import launch_portable, planner
 from portattn.contract import Call
 from portattn.machine import Cuda, Device, Machine
 from portattn.problem import Problem
@@ -62,8 +62,8 @@ def stand_in(module, name):
     setattr(module, name, Kernel(name, getattr(module, name)))
 
 
-launch.forward_kernel = Kernel("forward", forward.forward_kernel)
-launch.combine_kernel = Kernel("combine", forward.combine_kernel)
+launch_portable.forward_kernel = Kernel("forward", forward.forward_kernel)
+launch_portable.combine_kernel = Kernel("combine", forward.combine_kernel)
 stand_in(hopper_forward, "hopper_forward_kernel")
 for name in ("dq_kernel", "dkdv_kernel", "delta_kernel", "sums_kernel", "dbias_kernel"):
     stand_in(launch_backward, name)
@@ -97,6 +97,24 @@ call(300, 300, mechanism="hopper", causal="bottom_right")
 call(300, 300, mechanism="portable", backward=True, causal="bottom_right")
 print(json.dumps(said))
 """
+
+
+def test_no_argument_of_a_kernel_specializes() -> None:
+    """What was compiled for one call is started for the next: only constants may be compiled in."""
+    from portattn.backends.triton_jit import backward, backward_keys, backward_sums, forward
+
+    kernels = (
+        forward.forward_kernel, forward.combine_kernel, backward.dq_kernel,
+        backward_keys.dkdv_kernel, backward_sums.delta_kernel, backward_sums.sums_kernel,
+        backward_sums.dbias_kernel,
+    )  # fmt: skip
+    for kernel in kernels:
+        for p in kernel.params:
+            if p.is_constexpr or p.name.endswith("_desc"):
+                continue
+            number = p.annotation_type and not p.annotation_type.startswith("fp")
+            assert p.do_not_specialize_on_alignment or p.annotation_type, (kernel, p.name)
+            assert p.do_not_specialize or not number, (kernel, p.name)
 
 
 @pytest.fixture(scope="module")

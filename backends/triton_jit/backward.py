@@ -16,6 +16,7 @@ import triton.language as tl
 
 from portattn.backends.triton_jit.scoring import (
     LOG2E,
+    flagged,
     key_range,
     key_rows,
     lengths,
@@ -192,7 +193,8 @@ def dq_kernel(
 ):  # fmt: skip
     """dq of one tile of rows of one query head; with ``DBIAS`` the score gradients as well, for a
     bias that was not broadcast: this program alone sees those places. ``FLAGS``: a tile does
-    something only where the flag of its FLAGS rows is set.
+    something only where a flag is set that speaks for FLAGS rows of which it
+    has some.
 
     Head dims and strides of q, k, v, dout and dq come in units of ``VEC`` elements, which tells
     the compiler that whole vectors are aligned and lie inside or outside as one.
@@ -204,7 +206,8 @@ def dq_kernel(
     rest = pid // tiles
     if FLAGS:
         count = (seq_q + FLAGS - 1) // FLAGS
-        if tl.load(flags + rest * count + tile * BLOCK_Q // FLAGS) == 0:
+        end = tile * BLOCK_Q + BLOCK_Q - 1
+        if not flagged(flags, rest, count, tile * BLOCK_Q // FLAGS, end // FLAGS):
             return
     head_k = (rest % (heads_k * group)) // group
     head = (rest % (heads_k * group)).to(tl.int64)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from portattn.backends.triton_jit.backward import load_lse, load_tile, pull, store_tile
-from portattn.backends.triton_jit.scoring import lengths
+from portattn.backends.triton_jit.scoring import flagged, lengths
 
 
 @triton.jit
@@ -222,6 +222,8 @@ def dkdv_kernel(
     tile lies within one page; the places of that page in the flattened block table, which has
     ``blocks_each`` to a sequence, are ``page_users`` from ``page_starts[page]`` to the next start,
     and their order is that of the sums.
+    ``FLAGS``: a tile does something only where a flag is set that speaks for FLAGS keys of which
+    it has some.
     """
     head_dim, head_dim_v = head_dim * VEC, head_dim_v * VEC
     pid = tl.program_id(0)
@@ -231,7 +233,8 @@ def dkdv_kernel(
     rest = pid // tiles
     if FLAGS:
         count = (seq_k + FLAGS - 1) // FLAGS
-        if tl.load(flags + rest * count + tile * BLOCK_K // FLAGS) == 0:
+        end = tile * BLOCK_K + BLOCK_K - 1
+        if not flagged(flags, rest, count, tile * BLOCK_K // FLAGS, end // FLAGS):
             return
     head_k = rest % heads_k
     b = rest // heads_k  # the page, where keys are paged

@@ -16,6 +16,7 @@ import triton.language as tl
 from portattn.backends.triton_jit.scoring import (
     LN2,
     LOG2E,
+    flagged,
     key_range,
     key_rows,
     lengths,
@@ -138,7 +139,9 @@ _STRIDES = (
     "lse_sb lse_sh lse_ss bias_sb bias_sh bias_si bias_sj mask_sb mask_sh mask_si mask_sj "
     "slopes_sb table_sb"
 ).split()
-_POINTERS = "q k v out lse part part_lse bias mask slopes sinks cu_q cu_k used table".split()
+_POINTERS = (
+    "q k v out lse part part_lse bias mask slopes sinks cu_q cu_k used table flags"
+).split()
 
 
 @triton.jit(
@@ -175,8 +178,8 @@ def forward_kernel(
     vectors are aligned and lie inside or outside as one. With ``PACK`` the rows of a key head's
     ``pack`` query heads share a tile, position by position; without it a tile holds rows of one
     query head. ``SPLIT``: partial results in float32 go to ``part`` and ``part_lse``, to be joined
-    by `combine_kernel`. ``FLAGS``: a tile does something only where the flag of its FLAGS rows is
-    set (each head's last rows come first).
+    by `combine_kernel`. ``FLAGS``: a tile does something only where a flag is set that speaks for
+    FLAGS rows of which it has some.
     """
     head_dim, head_dim_v = head_dim * VEC, head_dim_v * VEC
     # The whole grid in one axis: the others end at 65,535. Longest rows first under a diagonal.
@@ -184,8 +187,11 @@ def forward_kernel(
     tile = tiles - 1 - pid % tiles
     rest = pid // tiles
     if FLAGS:
+        # Each head's last rows come first among its flags.
         count = (seq_q + FLAGS - 1) // FLAGS
-        if tl.load(flags + rest * count + count - 1 - tile * BLOCK_Q // FLAGS) == 0:
+        from_end = count - 1 - (tile * BLOCK_Q + BLOCK_Q - 1) // FLAGS
+        to_end = count - 1 - tile * BLOCK_Q // FLAGS
+        if not flagged(flags, rest, count, tl.maximum(from_end, 0), to_end):
             return
     split = rest % splits
     rest = rest // splits

@@ -125,139 +125,39 @@ def hopper_forward_kernel(
     out_strides = (out_stride_b, out_stride_h, out_stride_s, out_stride_d)
     lse_strides = (lse_stride_b, lse_stride_h, lse_stride_s)
     # Registers: the first partition takes what the others leave of maxnreg * threads.
+    # fmt: off
     if NUM_CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    attend_partition,
-                    (
-                        0,
-                        buffers,
-                        barriers,
-                        sizes,
-                        out_ptr,
-                        lse_ptr,
-                        flags_ptr,
-                        out_strides,
-                        lse_strides,
-                        value_octets,
-                        scale_log2,
-                        CAUSAL,
-                        NEGATIVE_SCALE,
-                        WITH_LSE,
-                        WITH_FLAGS,
-                        OUT_VECTOR,
-                        OUT_UNIT_COLUMNS,
-                    ),
-                ),
-                (
-                    attend_partition,
-                    (
-                        1,
-                        buffers,
-                        barriers,
-                        sizes,
-                        out_ptr,
-                        lse_ptr,
-                        flags_ptr,
-                        out_strides,
-                        lse_strides,
-                        value_octets,
-                        scale_log2,
-                        CAUSAL,
-                        NEGATIVE_SCALE,
-                        WITH_LSE,
-                        WITH_FLAGS,
-                        OUT_VECTOR,
-                        OUT_UNIT_COLUMNS,
-                    ),
-                ),
-                (
-                    load_partition,
-                    (q_desc, k_desc, v_desc, buffers, barriers, sizes, heads_per_kv, CAUSAL),
-                ),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+        gl.warp_specialize([
+            (attend_partition, (
+                0, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
+                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
+                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+            (attend_partition, (
+                1, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
+                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
+                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+            (load_partition, (
+                q_desc, k_desc, v_desc, buffers, barriers, sizes, heads_per_kv, CAUSAL)),
+        ], [4, 1], [240, 24])
     else:
         gl.static_assert(NUM_CONSUMERS == 3)
-        gl.warp_specialize(
-            [
-                (
-                    attend_partition,
-                    (
-                        0,
-                        buffers,
-                        barriers,
-                        sizes,
-                        out_ptr,
-                        lse_ptr,
-                        flags_ptr,
-                        out_strides,
-                        lse_strides,
-                        value_octets,
-                        scale_log2,
-                        CAUSAL,
-                        NEGATIVE_SCALE,
-                        WITH_LSE,
-                        WITH_FLAGS,
-                        OUT_VECTOR,
-                        OUT_UNIT_COLUMNS,
-                    ),
-                ),
-                (
-                    attend_partition,
-                    (
-                        1,
-                        buffers,
-                        barriers,
-                        sizes,
-                        out_ptr,
-                        lse_ptr,
-                        flags_ptr,
-                        out_strides,
-                        lse_strides,
-                        value_octets,
-                        scale_log2,
-                        CAUSAL,
-                        NEGATIVE_SCALE,
-                        WITH_LSE,
-                        WITH_FLAGS,
-                        OUT_VECTOR,
-                        OUT_UNIT_COLUMNS,
-                    ),
-                ),
-                (
-                    attend_partition,
-                    (
-                        2,
-                        buffers,
-                        barriers,
-                        sizes,
-                        out_ptr,
-                        lse_ptr,
-                        flags_ptr,
-                        out_strides,
-                        lse_strides,
-                        value_octets,
-                        scale_log2,
-                        CAUSAL,
-                        NEGATIVE_SCALE,
-                        WITH_LSE,
-                        WITH_FLAGS,
-                        OUT_VECTOR,
-                        OUT_UNIT_COLUMNS,
-                    ),
-                ),
-                (
-                    load_partition,
-                    (q_desc, k_desc, v_desc, buffers, barriers, sizes, heads_per_kv, CAUSAL),
-                ),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+        gl.warp_specialize([
+            (attend_partition, (
+                0, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
+                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
+                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+            (attend_partition, (
+                1, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
+                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
+                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+            (attend_partition, (
+                2, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
+                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
+                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+            (load_partition, (
+                q_desc, k_desc, v_desc, buffers, barriers, sizes, heads_per_kv, CAUSAL)),
+        ], [4, 4, 1], [160, 160, 32])
+    # fmt: on
 
 
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}

@@ -5,14 +5,12 @@ The rule kept here: views only; every gradient that was asked for is written who
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portattn.backends.triton_jit import launch_backward
 from portattn.backends.triton_jit.config import Config
-
-if TYPE_CHECKING:
-    from portattn.backends.triton_jit.launch import Tensors
-    from portattn.problem import Problem
+from portattn.backends.triton_jit.tensors import Tensors, band, walkable
+from portattn.problem import Problem
 
 
 def gradients(problem: Problem, made: Config, t: Tensors) -> None:
@@ -24,6 +22,7 @@ def gradients(problem: Problem, made: Config, t: Tensors) -> None:
         return
     call = _call(problem, made, t)
     if made.hopper is not None and _hopper_reads(call):
+        # Gluon is only there in the Triton releases that this mechanism speaks.
         from portattn.backends.triton_jit.launch_hopper import backward
 
         backward(problem, made, call)
@@ -32,8 +31,6 @@ def gradients(problem: Problem, made: Config, t: Tensors) -> None:
 
 
 def _hopper_reads(call: launch_backward.Backward) -> bool:
-    from portattn.backends.triton_jit.launch import walkable
-
     return all(
         x.data_ptr() % 16 == 0 and walkable(x.shape, x.stride(), x.element_size()) is not None
         for x in (call.q, call.k, call.v, call.dout)
@@ -41,8 +38,6 @@ def _hopper_reads(call: launch_backward.Backward) -> bool:
 
 
 def _call(problem: Problem, made: Config, t: Tensors) -> launch_backward.Backward:
-    from portattn.backends.triton_jit.launch import band
-
     def rows(x: Any) -> Any:
         if x is None:
             return None

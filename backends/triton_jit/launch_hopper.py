@@ -7,7 +7,7 @@ by the portable kernel, which tells hidden from visible. No flag is read on the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,11 +23,9 @@ from portattn.backends.triton_jit.dispatch import remembered
 from portattn.backends.triton_jit.hopper_backward_dkdv import dkdv_kernel
 from portattn.backends.triton_jit.hopper_backward_dq import dq_kernel
 from portattn.backends.triton_jit.hopper_forward import hopper_forward_kernel
-
-if TYPE_CHECKING:
-    from portattn.backends.triton_jit.launch import Tensors
-    from portattn.problem import Problem
-
+from portattn.backends.triton_jit.launch_portable import portable_forward
+from portattn.backends.triton_jit.tensors import Tensors
+from portattn.problem import Problem
 
 kernel_cache.one_at_a_time(hopper_forward_kernel, dkdv_kernel, dq_kernel)
 
@@ -46,8 +44,6 @@ def heads_second(problem: Problem, x: Any) -> Any:
 
 def forward(problem: Problem, made: Config, t: Tensors) -> None:
     """The forward pass."""
-    from portattn.backends.triton_jit.launch import portable_forward
-
     tile = made.hopper
     q, k, v, out = (heads_second(problem, x) for x in (t.q, t.k, t.v, t.out))
     lies = ("hopper", *t.lies(0))

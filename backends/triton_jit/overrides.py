@@ -15,11 +15,12 @@ from portattn import tuning
 from portattn.machine import Machine
 from portattn.records import source_hash
 
-SOURCES = ("forward.py", "launch.py", "scoring.py")
+SOURCES = ("forward.py", "launch_portable.py", "scoring.py")
 """What a measured tile hangs on, of this folder."""
 
 WIDEST = 128
-"""Query rows of a tile at most: the rows that one flag of the hopper mechanism speaks for."""
+"""Query rows of a tile at most: one that repairs what hopper left looks at two flags, each of which
+speaks for 128 rows or more."""
 
 
 @functools.cache

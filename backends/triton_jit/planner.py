@@ -35,14 +35,12 @@ its names are experimental and move from release to release."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The numbers of the device that a plan is made for. ``known`` False: no device was seen, so
-    that nothing about one can be a reason."""
+    """The numbers of the device that a plan is made for; ``name`` is empty where none was seen."""
 
     capability: tuple[int, int]
     shared_memory: int
     multiprocessors: int
     limits: Limits
-    known: bool = True
     name: str = ""
 
 
@@ -62,7 +60,7 @@ def target(problem: Problem | None, machine: Machine) -> Target:
         capability, limit, count = (9, 0), SHARED_MEMORY[(9, 0)], 4 if interpreted.on() else 0
     if held.shared_memory is not None:
         limit = min(limit, held.shared_memory)
-    return Target(capability, limit, count, held, index < len(devices), name)
+    return Target(capability, limit, count, held, name)
 
 
 def reasons(problem: Problem, on: Target) -> list[Reason]:

@@ -43,6 +43,15 @@ def lengths(
 
 
 @triton.jit
+def flagged(flags, row, count, first, last):
+    """Whether any of the flags that ``first`` to ``last`` fall under is set, in row ``row`` of
+    ``count`` flags. A tile that is no longer than two flags falls under two at most."""
+    last = tl.minimum(last, count - 1)
+    at = flags + row * count
+    return (tl.load(at + first) | tl.load(at + last)) != 0
+
+
+@triton.jit
 def key_rows(j, k_len, table_row, block_size, stride_block, stride_s, PAGED: tl.constexpr):
     """Offsets of the keys ``j`` of a sequence, in elements, 64 bits. No entry of the block table
     beyond the used keys is read."""
