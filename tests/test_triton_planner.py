@@ -345,6 +345,12 @@ def test_plans_do_not_depend_on_the_batch(device: str, backward: bool) -> None:
         assert [p.workspace_bytes for p in plans] == sorted(p.workspace_bytes for p in plans)
 
 
+def test_a_plan_with_another_tile_remembers_no_launch_of_the_first() -> None:
+    made = planned(problem(128), machine("sm_80")).config
+    made.memo["a way to lie"] = "a launch"
+    assert dataclasses.replace(made, tile=Tile(16, 16, 4, 1, 1)).memo == {}
+
+
 def test_splits_depend_on_the_capacity_alone() -> None:
     """A graph captured at one used length stays right at another (BUG-077)."""
 

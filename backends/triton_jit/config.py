@@ -60,9 +60,8 @@ class Config:
     """How one call runs. ``splits`` parts of ``split_keys`` keys; ``pack`` query heads share a
     tile; ``tma``: keys and values come by the tensor memory accelerator where they are aligned;
     ``hopper`` holds that mechanism's own tile, and ``tile`` is then what does what it leaves;
-    ``memo`` is the launcher's."""
+    ``memo`` is the launcher's, and no copy's: another tile is another launch."""
 
-    mechanism: str
     tile: Tile
     block_d: int
     block_dv: int
@@ -73,7 +72,12 @@ class Config:
     hopper: Any = None
     backward: Any = None
     limits: Limits = field(default_factory=lambda: Limits())
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def mechanism(self) -> str:
+        """The one that runs what it can."""
+        return "portable" if self.hopper is None else "hopper"
 
 
 @dataclass(frozen=True, slots=True)

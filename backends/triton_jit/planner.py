@@ -164,7 +164,6 @@ def plan(problem: Problem, on: Target, triton: str | None) -> Plan:
         pack = problem.group if config.packs(problem) else 1
         splits, keys = config.split(problem, tile, on.multiprocessors)
     made = Config(
-        mechanism="portable" if hopper is None else "hopper",
         tile=tile,
         block_d=config.padded(problem.head_dim),
         block_dv=config.padded(problem.head_dim_v),
