@@ -32,11 +32,6 @@ class BackwardTiles:
     dbias: Tile
 
 
-def padded(head_dim: int) -> int:
-    """The head dim that a tile holds: the next power of two, 16 at least."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
 # By element size and padded head dim, the fastest tiles first: dkdv, dq, dbias. Those of head dims
 # up to 256 spill few registers or none on sm_80 and sm_90.
 _TILES: dict[int, dict[int, tuple[tuple[Tile, Tile, Tile], ...]]] = {

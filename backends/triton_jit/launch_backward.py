@@ -17,8 +17,9 @@ from torch import Tensor
 from portattn.backends.triton_jit import kernel_cache
 from portattn.backends.triton_jit.backward import dq_kernel
 from portattn.backends.triton_jit.backward_keys import dkdv_kernel
-from portattn.backends.triton_jit.backward_plan import BackwardTiles, Tile, padded
+from portattn.backends.triton_jit.backward_plan import BackwardTiles, Tile
 from portattn.backends.triton_jit.backward_sums import dbias_kernel, delta_kernel, sums_kernel
+from portattn.backends.triton_jit.config import padded
 from portattn.backends.triton_jit.dispatch import dispatch, remembered
 
 kernel_cache.one_at_a_time(dkdv_kernel, dq_kernel, dbias_kernel, delta_kernel, sums_kernel)
