@@ -201,7 +201,9 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> select.Decision:
     _known(options, "explain")
     problem, call = _describe(q, k, v, options, return_lse=return_lse)
     if out is not None:
-        _check_out(recognise(out, "out"), problem, call)
+        given = recognise(out, "out")
+        _check_out(given, problem, call)
+        problem = problem.with_results(out=given)
     if any(getattr(x, "requires_grad", False) for x in (q, k, v)):
         problem = problem.as_backward()
     return select.decide(problem, None, backend, require_certified)
@@ -232,10 +234,13 @@ def _needs_graph(q: Any, *others: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
         return False
-    if any(getattr(x, "is_nested", False) for x in (q, *others)):
-        return False  # a nested tensor has no operator; the plain call refuses it by name
-    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, *others)):
-        return True
+    for x in (q, *others):
+        if x is not None and getattr(x, "is_nested", False):
+            return False  # a nested tensor has no operator; the plain call refuses it by name
+    if torch.is_grad_enabled():
+        for x in (q, *others):
+            if x is not None and getattr(x, "requires_grad", False):
+                return True
     if torch.compiler.is_compiling() or type(q) not in (torch.Tensor, torch.nn.Parameter):
         return True
     # A dispatch mode (make_fx, fake tensors over real ones) records operators and would miss work
@@ -260,6 +265,7 @@ def _forward(
         given = recognise(out, "out")
         _check_out(given, problem, call)
         call.out = given
+        problem = problem.with_results(out=given)
     chosen, plan = select.choose(problem, backend, require_certified)
     if out is None:
         call.out = arrays.empty(call.q, problem.out_shape, problem.dtype)
@@ -303,6 +309,7 @@ def _backward(
         array = recognise(value, name)
         check_result(name, array, call.q, shape, dtype)
         setattr(call, name, array)
+    problem = problem.with_results(out=call.out, lse=call.lse, dout=call.dout, dlse=call.dlse)
     backend_object, plan = select.choose(problem, backend, require_certified)
     for name, like in (("dq", call.q), ("dk", call.k), ("dv", call.v)):
         setattr(call, name, arrays.empty(call.q, like.shape, like.dtype))

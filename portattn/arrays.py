@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portattn.arguments import wrong
 
@@ -23,8 +22,7 @@ _TYPESTR = {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool", "V2
 _WANT = "a NumPy, torch, CuPy or Numba array, or one with __dlpack__ or __cuda_array_interface__"
 
 
-@dataclass(frozen=True, slots=True)
-class Array:
+class Array(NamedTuple):  # every call makes several, and a frozen dataclass takes its time
     """What portattn knows of an array: where it is and how it lies, not what is in it.
 
     ``strides`` are in elements. ``family`` is the caller's array type: ``numpy``, ``torch``,

@@ -40,6 +40,7 @@ class Problem:
     Lengths are in tokens. Packed (``layout="thd"``): ``seq_q`` and ``seq_k`` are the longest
     sequence, ``total_q`` and ``total_k`` the packed rows. Paged: ``seq_k`` is the capacity,
     ``max_blocks * block_size``. ``device`` None asks about a backend's own device.
+    ``negative_strides`` names the arguments that have some.
     """
 
     dtype: str
@@ -71,6 +72,7 @@ class Problem:
     device: str | None = None
     family: str = "numpy"
     inner_strided: bool = False
+    negative_strides: tuple[str, ...] = ()
 
     # ---- derived -------------------------------------------------------------------------------
     @property
@@ -275,21 +277,19 @@ class Problem:
         check_rank("q", q, 3 if packed else 4, layout)
         for name, array in (("k", k), ("v", v)):
             check_rank(name, array, 4 if paged or not packed else 3, "paged" if paged else layout)
-        check_same_place(
-            q,
-            {
-                "k": k,
-                "v": v,
-                "bias": bias,
-                "mask": mask,
-                "alibi_slopes": alibi_slopes,
-                "sinks": sinks,
-                "cu_seqlens_q": cu_seqlens_q,
-                "cu_seqlens_k": cu_seqlens_k,
-                "seqused_k": seqused_k,
-                "block_table": block_table,
-            },
-        )
+        others = {
+            "k": k,
+            "v": v,
+            "bias": bias,
+            "mask": mask,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "seqused_k": seqused_k,
+            "block_table": block_table,
+        }
+        check_same_place(q, others)
         # axes: where the heads stand in q and in k, v
         qh = 1 if packed or layout == "bhsd" else 2
         kh = 2 if paged else qh
@@ -347,11 +347,26 @@ class Problem:
             inner_strided=any(
                 a.shape[-1] > 1 and a.strides[-1] != 1 for a in (q, k, v) if 0 not in a.shape
             ),
+            negative_strides=_negative({"q": q, **others}),
         )
 
     def as_backward(self) -> Problem:
         """The backward pass of this problem."""
         return replace(self, backward=True, return_lse=False)
+
+    def with_results(self, **arrays: Described | None) -> Problem:
+        """This problem with the caller's own arrays for its results (``out``, ``lse``, ``dout``,
+        ``dlse``): how they lie can be a reason against it as well."""
+        found = _negative(arrays)
+        return replace(self, negative_strides=self.negative_strides + found) if found else self
+
+
+def _negative(arrays: dict[str, Described | None]) -> tuple[str, ...]:
+    """The names of arrays with a negative stride, whatever the length of its axis: some frameworks
+    refuse it even there."""
+    return tuple(
+        name for name, a in arrays.items() if a is not None and any(s < 0 for s in a.strides)
+    )
 
 
 def _longest(seq_q: int, seq_k: int, *operands: Described | None) -> tuple[int, int]:

@@ -443,6 +443,19 @@ def test_the_inner_stride_is_part_of_the_problem(shape, steps, strided: bool) ->
     assert problem(DENSE | arrays | {"q": Outline(shape, steps=steps)}).inner_strided == strided
 
 
+def test_negative_strides_are_part_of_the_problem() -> None:
+    """By the names of their arguments, so that a backend without them can refuse."""
+    turned = Outline((2, 7, 2, 8), steps=(112, -16, 8, 1))
+    made = problem(DENSE)
+    assert made.negative_strides == ()
+    found = problem(DENSE, k=turned, mask=Outline((5, 7), "bool", steps=(7, -1)))
+    assert found.negative_strides == ("k", "mask")
+    assert found.as_backward().negative_strides == ("k", "mask")
+    assert made.with_results(out=Outline(made.out_shape), lse=None) is made
+    out = Outline(made.out_shape, steps=(120, 24, -6, 1))
+    assert found.with_results(out=out).negative_strides == ("k", "mask", "out")
+
+
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
 def test_the_accumulator(dtype: str) -> None:
     made = Problem.from_numbers(head_dim=8, dtype=dtype)

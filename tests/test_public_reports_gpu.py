@@ -81,24 +81,35 @@ def error(got: Any, want: Any) -> float:
     return float((got.to(F64) - want.to(F64)).abs().max()) if got.numel() else 0.0
 
 
-def plain(q: Any, k: Any, v: Any, dout: Any, causal: bool, dtype: Any) -> tuple[Any, ...]:
-    """Untiled, in ``dtype``, one head at a time; the rounded output of the calls in it, as they
-    have it. (B, H, S, D)."""
+def plain(q: Any, k: Any, v: Any, dout: Any, causal: bool, *, exact: bool) -> tuple[Any, ...]:
+    """Output and gradients, untiled, one head at a time; (B, H, S, D).
+
+    ``exact``: in float64. Else what an implementation without a kernel of its own computes from
+    16-bit inputs: products are summed in float32 and the softmax is float32, and what stands
+    between two matrix products (P, dP, dS) is stored in the 16-bit dtype, since those products take
+    nothing else; so are the results. FlashAttention's tests measure against the same, with the
+    scores rounded too. Float32 up to the end would leave the last rounding as the only error, and
+    no kernel whose matrix products take 16 bits has twice that.
+    """
+    assert torch.get_float32_matmul_precision() == "highest"  # no TF32
     made: list[list[Any]] = [[], [], [], []]
     kind, scale = q.dtype, q.shape[-1] ** -0.5
+
+    def stored(x: Any) -> Any:
+        return x if exact else x.to(kind).to(F32)
+
     for h in range(q.shape[1]):
-        one = [x[:, h].to(dtype) for x in (q, k, v, dout)]
-        score = one[0] @ one[1].mT * scale
+        q_h, k_h, v_h, dout_h = (x[:, h].to(F64 if exact else F32) for x in (q, k, v, dout))
+        score = q_h @ k_h.mT * scale
         if causal:
             hidden = torch.ones(score.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             score = score.masked_fill(hidden, -math.inf)
-        p = torch.softmax(score, -1)
-        out = p @ one[2]
-        seen = out if dtype == F64 else out.to(kind).to(dtype)
-        ds = p * (one[3] @ one[2].mT - (one[3] * seen).sum(-1, keepdim=True)) * scale
-        results = out, ds @ one[1], ds.mT @ one[0], p.mT @ one[3]
+        p = stored(torch.softmax(score, -1))
+        out, dp = stored(p @ v_h), stored(dout_h @ v_h.mT)
+        ds = stored(p * (dp - (dout_h * out).sum(-1, keepdim=True)) * scale)
+        results = out, ds @ k_h, ds.mT @ q_h, p.mT @ dout_h
         for into, x in zip(made, results, strict=True):
-            into.append(x)
+            into.append(stored(x))
     return tuple(torch.stack(x, 1) for x in made)
 
 
@@ -268,16 +279,21 @@ def test_bug_037_reversed_arrays_of_numba(backend: str) -> None:
 
 
 # ---- head dims -----------------------------------------------------------------------------------
-def within_twice_plain(backend: str, arrays: list[Any], causal: bool) -> None:
-    """Each gradient's error, maximum and mean, is at most twice a plain implementation's."""
+def within_twice_plain(
+    backend: str, arrays: list[Any], causal: bool, heads: list[int] | None = None
+) -> None:
+    """Each gradient's error, maximum and mean, is at most twice that of a plain implementation in
+    the same dtype (see `plain`); in these ``heads``, or in all."""
     _, grads = forward_backward(*arrays, causal=causal, backend=backend)
-    want, theirs = plain(*arrays, causal, F64)[1:], plain(*arrays, causal, F32)[1:]
+    some = slice(None) if heads is None else heads
+    few = [x[:, some] for x in arrays]
+    want, theirs = plain(*few, causal, exact=True)[1:], plain(*few, causal, exact=False)[1:]
     versions = (
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}"
     )
     for name, got, exact, other in zip("qkv", grads[:3], want, theirs, strict=True):
-        mine = (got.to(F64) - exact).abs()
-        bound = (other.to(got.dtype).to(F64) - exact).abs()
+        mine = (got[:, some].to(F64) - exact).abs()
+        bound = (other.to(F64) - exact).abs()
         assert bool(torch.isfinite(got).all()), f"d{name}; {versions}"
         assert float(mine.max()) <= 2 * float(bound.max()), f"d{name}; {versions}"
         assert float(mine.mean()) <= 2 * float(bound.mean()), f"d{name}; {versions}"
@@ -288,19 +304,8 @@ def within_twice_plain(backend: str, arrays: list[Any], causal: bool) -> None:
 def test_bug_040_head_dim_256_backward(backend: str, heads: int, length: int, causal: bool) -> None:
     need_memory(20 * 10**9)
     arrays = [normal(i, 1, heads, length, 256, dtype=BF16) for i in range(4)]
-    if heads == 2:
-        within_twice_plain(backend, arrays, causal)
-        return
-    _, grads = forward_backward(*arrays, causal=causal, backend=backend)
-    some = [0, 17, 35]  # heads are alike, and a head in float64 has half a gigabyte of scores
-    few = [x[:, some] for x in arrays]
-    want, theirs = plain(*few, causal, F64)[1:], plain(*few, causal, F32)[1:]
-    for got, exact, other in zip(grads[:3], want, theirs, strict=True):
-        assert bool(torch.isfinite(got).all())
-        mine = (got[:, some].to(F64) - exact).abs()
-        bound = (other.to(BF16).to(F64) - exact).abs()
-        assert float(mine.max()) <= 2 * float(bound.max())
-        assert float(mine.mean()) <= 2 * float(bound.mean())
+    # heads are alike, and a head in float64 has half a gigabyte of scores
+    within_twice_plain(backend, arrays, causal, [0, 17, 35] if heads == 36 else None)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 import portattn  # noqa: E402
-from portattn.backends.triton_jit import BACKEND  # noqa: E402
+from portattn.backends.triton_jit import BACKEND, config  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -154,24 +154,40 @@ def test_hopper_against_portable(dim: int) -> None:
     near(got.dq[:, :400], host(want.dq).astype(np.float64), 2 * TOLERANCE[BF16], "dq")
 
 
-@pytest.mark.parametrize(("lengths", "batch"), [((300, 700), 16), ((1, 5000), 256)], ids=str)
+def starting_anywhere(x: Any) -> Any:
+    """A copy that starts one element into its storage, and so at no multiple of 16 bytes."""
+    storage = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    made = storage[1:].view(x.shape)
+    made.copy_(x)
+    assert made.data_ptr() % 16
+    return made
+
+
+@pytest.mark.parametrize("lengths", [(300, 700), (1, 5000)], ids=str)
 def test_a_sequence_that_is_loaded_otherwise_in_its_batch(
-    lengths: tuple[int, int], batch: int
+    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Hopper the plan of the batch has descriptors and that of the sequence has none; the bits
-    are the same."""
+    """The batch is loaded 16 bytes at a time and, on Hopper, through descriptors; the sequence
+    starts where neither can. The bits are the same."""
+    from portattn.backends.triton_jit import launch_portable
+
+    made: list[dict[str, Any]] = []
+
+    class Noted(launch_portable.Prepared):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            made.append(self.constants)
+
+    monkeypatch.setattr(launch_portable, "Prepared", Noted)
     BACKEND.force_mechanism("portable")
-    arrays = drawn(*lengths, batch=batch)
-    alone = [x[:1] for x in arrays]
-    plans = [
-        portattn.explain(*x, causal="bottom_right", backend="triton")["triton"].plan
-        for x in (alone, arrays)
-    ]
-    if torch.cuda.get_device_capability() == (9, 0):
-        assert [p.config.tma for p in plans] == [False, True]
+    BACKEND.limit_shared_memory(10**9)  # no less than the device has, and a plan of its own
+    arrays = drawn(*lengths, batch=3)
+    alone = [starting_anywhere(x[:1]) for x in arrays]
     want = attend(*alone, causal="bottom_right", return_lse=True)
     for a, b in zip(attend(*arrays, causal="bottom_right", return_lse=True), want, strict=True):
         assert torch.equal(a[:1], b)
+    boxes = config.family(torch.cuda.get_device_capability()) == "sm_90"
+    assert [(c["VEC"], c["TMA"]) for c in made] == [(1, False), (8, boxes)]
 
 
 @pytest.mark.parametrize("backward_too", [False, True], ids=["forward", "backward"])

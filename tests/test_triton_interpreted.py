@@ -518,15 +518,14 @@ def a_tile_that_lies_under_two_flags_is_repaired_for_either() -> None:
     described = {n: recognise(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
     problem = Problem.from_arrays(**described, layout="bhsd")
     plan = planner.plan(problem, planner.target(problem, Machine.here()), None).config
-    tile = config.Tile(128, 64, 4, 1, 0)
+    tile = config.Tile(128, 64, 4, 1, 0, 0)
     made = dataclasses.replace(plan, tile=tile, splits=1, pack=1)
-    # the last rows' flag comes first
-    for flags, first, last in (([0, 1], 0, 256), ([1, 0], 128, 384)):
+    for flags, first, last in (([1, 0], 0, 256), ([0, 1], 128, 384)):
         out = torch.full_like(q, float("nan"))
         call = Call(out=recognise(out, "out"), **described)
-        launch_portable.portable_forward(
-            problem, made, Tensors(problem, call), flags=torch.tensor(flags).int(), flag_rows=192
-        )
+        tensors = Tensors(problem, call)
+        repair = launch_portable.Prepared(problem, made, tensors, 192)
+        repair.start(tensors, torch.tensor(flags).int())
         done = torch.isfinite(out).all(-1)[0, 0]
         assert done[first:last].all() and int(done.sum()) == last - first, flags
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import portattn
+from portattn.arrays import contiguous_strides, recognise
 from portattn.backends.triton_jit import BACKEND, config, planner
 from portattn.backends.triton_jit.config import Tile
 from portattn.contract import Plan, Reason
@@ -117,6 +118,43 @@ def test_head_dim_256_fits_101376_bytes(device: str, dtype: str, backward: bool)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_bug_037_negative_strides_are_refused_by_name(backward: bool) -> None:
+    """torch would end the process over them; the hint is a copy without."""
+
+    class OnDevice:
+        """What CuPy and Numba show of an array; there is nothing behind it."""
+
+        def __init__(self, *shape: int, turned: int | None = None):
+            steps = [4 * n for n in contiguous_strides(shape)]
+            if turned is not None:
+                steps[turned] *= -1
+            self.__cuda_array_interface__ = {
+                "shape": shape, "typestr": "<f4", "data": (0, False), "version": 3,
+                "strides": tuple(steps),
+            }  # fmt: skip
+
+    def asked(**arrays: Any) -> Problem:
+        arrays = {n: OnDevice(1, 2, 4, 8) for n in "qkv"} | arrays
+        described = {n: recognise(x, n) for n, x in arrays.items()}
+        made = Problem.from_arrays(**described, layout="bhsd")
+        return made.as_backward() if backward else made
+
+    planned(asked(), machine())
+    for axis in range(4):
+        turned = OnDevice(1, 2, 4, 8, turned=axis)  # an axis of one element is no exception
+        found = refused(asked(k=turned, v=turned), machine())
+        assert [(r.code, r.field) for r in found] == [("negative_strides", n) for n in "kv"]
+        assert "cupy.ascontiguousarray(k)" in found[0].hint and "at least 0" in str(found[0])
+    (reason,) = refused(asked(bias=OnDevice(4, 4, turned=0)), machine())
+    assert reason.field == "bias"
+    out = recognise(OnDevice(1, 2, 4, 8, turned=2), "out")
+    (reason,) = refused(asked().with_results(out=out, lse=None), machine())
+    assert reason.field == "out"
+    wide = dataclasses.replace(asked(q=turned), dtype="float64")
+    assert [r.code for r in refused(wide, machine())] == ["negative_strides", "dtype"]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_small_limit_is_a_reason_with_numbers(backward: bool) -> None:
     (reason,) = refused(problem(512, "float32", backward=backward), machine("sm_89", 16_384))
     assert (reason.code, reason.field, reason.got) == ("shared_memory", "head_dim", 512)
@@ -206,7 +244,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, key: str, rows: list[Tile]) -> None
 @pytest.mark.parametrize("border", [65_536, 65_584, 101_376])
 def test_bug_039_the_border_of_a_tile(monkeypatch: pytest.MonkeyPatch, border: int) -> None:
     """65,584 is the layout of the report, 48 bytes over the device's limit."""
-    large, small = Tile(64, 64, 4, 2, border), Tile(64, 32, 4, 1, 20_000)
+    large, small = Tile(64, 64, 4, 2, border, border), Tile(64, 32, 4, 1, 20_000, 20_000)
     made_up(monkeypatch, "prefill/2/256", [large, small])
     for limit, tile in ((border - 1, small), (border, large), (border + 1, large)):
         plan = planned(problem(256), machine("sm_80", limit))
@@ -223,7 +261,8 @@ def test_bug_039_the_border_of_a_tile(monkeypatch: pytest.MonkeyPatch, border: i
 
 def test_the_border_of_a_tile_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest tile that holds the rows, or the first of the widest that fit."""
-    rows = [Tile(16, 64, 4, 2, 30_000), Tile(16, 32, 4, 1, 10_000), Tile(64, 64, 4, 2, 60_000)]
+    sizes = ((16, 64, 4, 2, 30_000), (16, 32, 4, 1, 10_000), (64, 64, 4, 2, 60_000))
+    rows = [Tile(*size, size[-1]) for size in sizes]
     made_up(monkeypatch, "rows/2/128", rows)
     for queries, limit, tile in (
         (1, 60_000, rows[0]),
@@ -337,10 +376,8 @@ def test_plans_do_not_depend_on_the_batch(device: str, backward: bool) -> None:
             planned(problem(batch=b, backward=backward, **shape), machine(device))
             for b in (1, 2, 64, 4096)
         ]
-        # How keys are loaded may differ: it changes no bit (test_triton_gpu).
-        same = [dataclasses.replace(p.config, tma=False) for p in plans]
-        assert len(set(same)) == 1
-        same = [dataclasses.replace(p, workspace_bytes=0, config=same[0]) for p in plans]
+        assert len({p.config for p in plans}) == 1
+        same = [dataclasses.replace(p, workspace_bytes=0) for p in plans]
         assert len(set(same)) == 1
         assert [p.workspace_bytes for p in plans] == sorted(p.workspace_bytes for p in plans)
 
@@ -348,7 +385,7 @@ def test_plans_do_not_depend_on_the_batch(device: str, backward: bool) -> None:
 def test_a_plan_with_another_tile_remembers_no_launch_of_the_first() -> None:
     made = planned(problem(128), machine("sm_80")).config
     made.memo["a way to lie"] = "a launch"
-    assert dataclasses.replace(made, tile=Tile(16, 16, 4, 1, 1)).memo == {}
+    assert dataclasses.replace(made, tile=Tile(16, 16, 4, 1, 1, 1)).memo == {}
 
 
 def test_splits_depend_on_the_capacity_alone() -> None:
@@ -424,8 +461,25 @@ def test_lengths_count_by_their_bucket() -> None:
         tiles = set()
         for n in range(1000, 1201):
             made = planned(problem(64, seq_q=n, backward=backward), machine(device)).config
-            tiles.add((made.tile, made.hopper, made.backward, made.splits))
+            tiles.add((made.tile, made.hopper, made.backward, made.splits, made.tma))
         assert len(tiles) == 1
+
+
+def test_descriptors_depend_on_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether keys come by the tensor memory accelerator is compiled in: no length may decide."""
+    shapes: tuple[dict[str, Any], ...] = (
+        {"seq_q": 1, "seq_k": 3},
+        {"seq_q": 1, "seq_k": 100_000},
+        {"seq_q": 300, "batch": 64},
+        {"seq_q": 20_000},
+    )
+    for device in DEVICES:
+        family = config.family(parse_arch(device))
+        for shape in shapes:
+            made = planned(problem(**shape), machine(device)).config
+            assert made.tma == (family == "sm_90"), (device, shape)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert not planned(problem(device="cpu"), machine()).config.tma
 
 
 # ---- limits that a caller sets -------------------------------------------------------------------

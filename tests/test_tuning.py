@@ -25,7 +25,7 @@ from portattn.contract import Reason
 from portattn.machine import SHARED_MEMORY, Cuda, Device, Machine
 
 KEY, DEVICE = "prefill/2/128", "NVIDIA H200"
-ROWS = [[128, 64, 8, 3, 181248], [64, 64, 4, 2, 82456]]
+ROWS = [[128, 64, 8, 3, 181248, 181248], [64, 64, 4, 2, 82456, 99999]]
 META = {"kernel_hash": "abc", "triton": "3.6.0", "created": "2026-01-01"}
 NOW = {"kernel_hash": "abc", "triton": "3.6.0"}
 
@@ -386,12 +386,12 @@ def test_candidates_are_few_new_and_of_the_rows_asked_for(device: str, dtype: st
     on = target(device)
     for job in tune.jobs((32, 128, 256), (dtype,), (), on):
         tiles = tune.candidates(job, on.shared_memory)
-        shapes = [dataclasses.replace(t, shared_bytes=0) for t in (job.seeds[0], *tiles)]
+        shapes = [dataclasses.astuple(t)[:4] for t in (job.seeds[0], *tiles)]
         assert 0 < len(tiles) <= tune.MOST
         assert len(set(shapes)) == len(shapes)
         assert not job.block_q or {t.block_q for t in tiles} == {job.block_q}
         for tile in tiles:  # what `overrides` takes
-            assert overrides._sound([*dataclasses.astuple(tile)[:4], 1]), tile
+            assert overrides._sound([*dataclasses.astuple(tile)[:4], 1, 1]), tile
 
 
 def test_the_least_bytes_are_no_more_than_the_compiler_reports() -> None:
@@ -453,7 +453,7 @@ def test_overrides_hang_on_the_sources_and_refuse_what_is_no_tile(
     assert set(now) == {"kernel_hash", "triton"}
     folder = Path(overrides.__file__).parent
     assert all((folder / name).exists() for name in overrides.SOURCES)
-    keep({KEY: ROWS, "rows/2/128": [[17, 64, 4, 2, 1]]}, now)
+    keep({KEY: ROWS, "rows/2/128": [[17, 64, 4, 2, 1, 1]]}, now)
     assert overrides.rows(DEVICE, KEY) == ROWS
     assert overrides.rows(DEVICE, "rows/2/128") is None
     assert overrides.rows("", KEY) is None
@@ -463,15 +463,16 @@ def test_overrides_hang_on_the_sources_and_refuse_what_is_no_tile(
 
 @pytest.mark.parametrize(
     "row",
-    [[64, 64, 4, 2], [64, 64, 4, 2, 0], [0, 64, 4, 2, 9], [256, 64, 8, 2, 9], [64, 8, 4, 2, 9],
-     [64, 64, 3, 2, 9], [64, 64, 4, 0, 9], [64, 64, 32, 2, 9]],
+    [[64, 64, 4, 2, 9], [64, 64, 4, 2, 0, 9], [64, 64, 4, 2, 9, 8], [0, 64, 4, 2, 9, 9],
+     [256, 64, 8, 2, 9, 9], [64, 8, 4, 2, 9, 9], [64, 64, 3, 2, 9, 9], [64, 64, 4, 0, 9, 9],
+     [64, 64, 32, 2, 9, 9]],
 )  # fmt: skip
 def test_a_row_that_is_no_tile(row: list[int]) -> None:
     assert not overrides._sound(row)
 
 
 def test_a_plan_uses_what_was_measured_on_its_device_alone() -> None:
-    keep({KEY: [[128, 32, 4, 2, 90000]]}, overrides.now())
+    keep({KEY: [[128, 32, 4, 2, 90000, 90000]]}, overrides.now())
     problem = tune.Problem.from_numbers(head_dim=128, dtype="float16", seq_q=4096, softcap=30.0)
     tiles = {}
     for name in (DEVICE, "NVIDIA H100"):
@@ -480,7 +481,7 @@ def test_a_plan_uses_what_was_measured_on_its_device_alone() -> None:
         tiles[name] = planner.forward_tile(problem, on)
     shipped = config.table()["sm_90"][KEY][0]
     assert tiles["NVIDIA H100"] == shipped
-    assert tiles[DEVICE] == Tile(128, 32, 4, 2, 90000)
+    assert tiles[DEVICE] == Tile(128, 32, 4, 2, 90000, 90000)
 
 
 class Case:
@@ -512,14 +513,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(tune, "_Case", Case)
     monkeypatch.setattr(
-        tune, "shared_bytes", lambda tile, *_: 10**6 if tile.block_k == 128 else 150_000
+        tune,
+        "measured",
+        lambda tile, *_: dataclasses.replace(
+            tile, shared_bytes=10**6 if tile.block_k == 128 else 150_000, masked_bytes=10**6
+        ),
     )
-    seeds = [Tile(64, 64, 4, 3, 115248), Tile(128, 64, 4, 3, 115248), Tile(64, 32, 4, 1, 25088)]
+    seeds = [Tile(64, 64, 4, 3, 115248, 9**6), Tile(128, 64, 4, 3, 115248, 9**6)]
+    seeds.append(Tile(64, 32, 4, 1, 25088, 9**6))
     monkeypatch.setattr(config, "table", lambda: {"sm_90": {KEY: seeds}, "sm_80": {}})
     return made
 
 
-def test_the_fastest_that_is_right_and_fits_with_every_mask_wins(device: Device) -> None:
+def test_the_fastest_that_is_right_and_fits_wins(device: Device) -> None:
     steps: list[tuning.Step] = []
     tuned = tune.tune((128,), ("bfloat16",), ("prefill",), steps.append)
     (result,) = tuned.results
@@ -533,7 +539,7 @@ def test_the_fastest_that_is_right_and_fits_with_every_mask_wins(device: Device)
     assert tuned.meta["driver"] == "580" and tuned.meta["torch"] == "2.9"
     rows = tuned.entries[KEY]
     assert rows is not None
-    assert rows[0] == [*result.new, 150_000]
+    assert rows[0] == [*result.new, 150_000, 10**6]
     assert rows[1:] == [list(dataclasses.astuple(t)) for t in config.table()["sm_90"][KEY]]
     tuning.store("triton", tuned.device, tuned.entries, tuned.meta)
     assert tuning.lookup("triton", DEVICE, KEY, overrides.now) == rows
@@ -564,4 +570,5 @@ def test_a_lost_device_ends_the_tuning(device: Device, monkeypatch: pytest.Monke
 def test_the_compiler_says_what_a_tile_takes() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     (tile,) = config.table()["sm_80"]["prefill/2/64"][:1]
-    assert tune.shared_bytes(tile, "prefill/2/64", (8, 0)) == tile.shared_bytes
+    blank = dataclasses.replace(tile, shared_bytes=0, masked_bytes=0)
+    assert tune.measured(blank, "prefill/2/64", (8, 0)) == tile

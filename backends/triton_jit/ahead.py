@@ -29,7 +29,8 @@ from portattn.machine import cores
 TABLE = Path(__file__).parent / "tuned" / "portable.json"
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _OFF = dict.fromkeys(
-    "LEFT RIGHT SOFTCAP BIAS MASK ALIBI SINKS PACKED_Q PACKED_K USED PAGED PACK SPLIT TMA".split(),
+    "LEFT RIGHT SOFTCAP BIAS MASK ALIBI SINKS PACKED_Q PACKED_K USED PAGED PACK SPLIT TMA "
+    "NEGATIVE EARLY".split(),
     False,
 )
 _NUMBERS_OF = {  # pointer arguments that are not of the input's dtype
@@ -47,12 +48,20 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"RIGHT": True},
     "masked": {
         "RIGHT": True, "LEFT": True, "BIAS": True, "MASK": True, "SOFTCAP": True, "ALIBI": True,
-        "SINKS": True, "VEC": 1,
+        "SINKS": True,
     },
     "paged": {"RIGHT": True, "PAGED": True, "USED": True, "PACK": True, "SPLIT": True},
     "tma": {"RIGHT": True, "TMA": True},
+    "tma masked": {"RIGHT": True, "TMA": True, "BIAS": True, "MASK": True, "SINKS": True},
 }  # fmt: skip
-"""Sets of flags that between them take every path through the kernel."""
+"""Sets of flags that between them take every path through the kernel. Rows that are not whole
+vectors take less shared memory than these, a launch that repairs takes one loop of several."""
+
+
+def table_bytes(said: Mapping[str, int]) -> dict[str, int]:
+    """What a table keeps of the shared memory of the variants of a tile."""
+    plain = [n for name, n in said.items() if "masked" not in name]
+    return {"shared_bytes": max(plain), "masked_bytes": max(said.values())}
 
 
 def forward(
@@ -131,7 +140,7 @@ def variants(capability: int, dtype: str, kind: str) -> Iterable[str]:
     if kind in ("rows", "long"):
         yield "paged"
     if capability >= 90 and dtype != "float32":
-        yield "tma"
+        yield from ("tma", "tma masked")
 
 
 def measure(jobs: int = 0, echo: Any = print, *, anew: bool = False) -> dict[str, Any]:
@@ -165,7 +174,8 @@ def measure(jobs: int = 0, echo: Any = print, *, anew: bool = False) -> dict[str
                 if row[4] and not anew:
                     continue
                 at = (capability, dtype, int(dim), tuple(row[:4]))
-                row[4:] = [max(known[*at, n]["shared"] for n in variants(capability, dtype, kind))]
+                names = variants(capability, dtype, kind)
+                row[4:] = table_bytes({n: known[*at, n]["shared"] for n in names}).values()
     table["triton"] = triton.__version__
     table["spilled_bytes"] = dict(sorted(spills.items()))
     return table
@@ -176,21 +186,22 @@ def check(jobs: int = 0, echo: Any = print) -> int:
     to the table: no more shared memory, no more spilled bytes. The number of tiles that need more.
     """
     table = json.loads(TABLE.read_text())
-    limits: dict[tuple[Any, ...], int] = {}
+    limits: dict[tuple[Any, ...], tuple[int, int]] = {}
     for arch, kinds in table["tiles"].items():
         for key, rows in kinds.items():
             kind, size, dim = key.split("/")
             dtype = "float16" if size == "2" else "float32"
             for row in rows:
                 at = (int(arch.removeprefix("sm_")), dtype, int(dim), tuple(row[:4]), kind)
-                limits.setdefault(at, row[4])
+                limits.setdefault(at, tuple(row[4:]))
     tasks: dict[tuple[Any, ...], int] = {}
     seen = set()
     for turn, ((capability, dtype, dim, tile, kind), limit) in enumerate(limits.items()):
         if (capability, dtype, dim, tile) not in seen:
             seen.add((capability, dtype, dim, tile))
             names = tuple(variants(capability, dtype, kind))
-            tasks[capability, dtype, dim, tile, names[turn % len(names)]] = limit
+            name = names[turn % len(names)]
+            tasks[capability, dtype, dim, tile, name] = limit["masked" in name]
     bad = 0
     with ProcessPoolExecutor(jobs or cores()) as pool:
         for task, said in zip(tasks, pool.map(_measured, tasks), strict=True):
@@ -209,7 +220,7 @@ def _label(capability: int, dtype: str, dim: int, tile: tuple[int, ...], name: s
 
 def _measured(task: tuple[int, str, int, tuple[int, int, int, int], str]) -> dict[str, int]:
     capability, dtype, dim, tile, name = task
-    made = forward(Tile(*tile, 0), dtype, dim, capability, VARIANTS[name])
+    made = forward(Tile(*tile, 0, 0), dtype, dim, capability, VARIANTS[name])
     return resources(made, capability)
 
 
@@ -217,7 +228,7 @@ def write(table: dict[str, Any]) -> None:
     """The table as its file has it: one tile a line."""
     text = json.dumps(table, indent=1)
     text = re.sub(
-        r"\[\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3, \4, \5]", text
+        r"\[\s+" + r",\s+".join([r"(\d+)"] * 6) + r"\s+\]", r"[\1, \2, \3, \4, \5, \6]", text
     )
     TABLE.write_text(text + "\n")
 

@@ -16,10 +16,11 @@ import triton.language as tl
 
 from portattn.backends.triton_jit.scoring import (
     LOG2E,
-    flagged,
+    REPAIRED,
     key_range,
     key_rows,
     lengths,
+    marked,
     natural_scores,
     visible_places,
     without_poison,
@@ -153,7 +154,7 @@ def _add_keys(
 
 
 _NUMBERS = (
-    "heads_k group seq_q seq_k head_dim head_dim_v tiles block_size left right bottom_right"
+    "heads_k group seq_q seq_k head_dim head_dim_v total tiles block_size left right bottom_right"
 ).split()
 _STRIDES = (
     "q_sb q_sh q_ss q_sd k_sb k_sh k_ss k_sd v_sb v_sh v_ss v_sd "
@@ -172,7 +173,8 @@ def dq_kernel(
     q, k, v, dout, lse, delta, dq, dbias, bias, mask, slopes, cu_q, cu_k, used, table, flags,
     scale: tl.float32, softcap: tl.float32,
     heads_k: tl.int32, group: tl.int32, seq_q: tl.int32, seq_k: tl.int32,
-    head_dim: tl.int32, head_dim_v: tl.int32, tiles: tl.int32, block_size: tl.int32,
+    head_dim: tl.int32, head_dim_v: tl.int32, total: tl.int32, tiles: tl.int32,
+    block_size: tl.int32,
     left: tl.int32, right: tl.int32, bottom_right: tl.int32,
     q_sb: tl.int64, q_sh: tl.int64, q_ss: tl.int64, q_sd: tl.int64,
     k_sb: tl.int64, k_sh: tl.int64, k_ss: tl.int64, k_sd: tl.int64,
@@ -193,121 +195,140 @@ def dq_kernel(
 ):  # fmt: skip
     """dq of one tile of rows of one query head; with ``DBIAS`` the score gradients as well, for a
     bias that was not broadcast: this program alone sees those places. ``FLAGS``: a tile does
-    something only where a flag is set that speaks for FLAGS rows of which it
-    has some.
+    something only where a flag is set that speaks for FLAGS rows of which it has some, and a
+    program looks after REPAIRED of the ``total`` tiles.
 
     Head dims and strides of q, k, v, dout and dq come in units of ``VEC`` elements, which tells
     the compiler that whole vectors are aligned and lie inside or outside as one.
     """
     head_dim, head_dim_v = head_dim * VEC, head_dim_v * VEC
-    pid = tl.program_id(0)
-    # The whole grid in one axis: the others end at 65,535. Longest rows first under a diagonal.
-    tile = tiles - 1 - pid % tiles
-    rest = pid // tiles
-    if FLAGS:
-        count = (seq_q + FLAGS - 1) // FLAGS
-        end = tile * BLOCK_Q + BLOCK_Q - 1
-        if not flagged(flags, rest, count, tile * BLOCK_Q // FLAGS, end // FLAGS):
-            return
-    head_k = (rest % (heads_k * group)) // group
-    head = (rest % (heads_k * group)).to(tl.int64)
-    b = rest // (heads_k * group)
-
-    q_start, q_len, k_start, k_len = lengths(
-        b, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
-    )
-    first = tile * BLOCK_Q
-    if first >= q_len:
-        return
-    last = tl.minimum(first + BLOCK_Q, q_len) - 1
-    shift = (k_len - q_len) * bottom_right
     WHOLE: tl.constexpr = not (BIAS or MASK)
-    low, full_low, full_high, high = key_range(
-        first, last, shift, left, right, k_len, LEFT, RIGHT, WHOLE, BLOCK_K
-    )
+    STEPS: tl.constexpr = REPAIRED if FLAGS else 1
+    # The whole grid in one axis: the others end at 65,535. Longest rows first under a diagonal.
+    begin = tl.program_id(0) * STEPS
+    steps = STEPS
+    if FLAGS:
+        some = marked(flags, begin + tl.arange(0, STEPS), total, tiles, seq_q, True, FLAGS, BLOCK_Q)
+        steps = tl.where(tl.max(some.to(tl.int32), 0) > 0, STEPS, 0)
+    for step in range(steps):
+        tile = tiles - 1 - (begin + step) % tiles
+        rest = (begin + step) // tiles
+        head_k = (rest % (heads_k * group)) // group
+        head = (rest % (heads_k * group)).to(tl.int64)
+        b = rest // (heads_k * group)
 
-    i = first + tl.arange(0, BLOCK_Q)
-    there = i < q_len
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    at_b = b.to(tl.int64)
-    q_base = q + head * (q_sh * VEC)
-    dout_base = dout + head * (dout_sh * VEC)
-    dq_base = dq + head * (dq_sh * VEC)
-    lse_base = lse + head * lse_sh
-    delta_base = delta + head * delta_sh
-    if PACKED_Q:
-        q_base += q_start.to(tl.int64) * (q_ss * VEC)
-        dout_base += q_start.to(tl.int64) * (dout_ss * VEC)
-        dq_base += q_start.to(tl.int64) * (dq_ss * VEC)
-        lse_base += q_start.to(tl.int64) * lse_ss
-        delta_base += q_start
-    else:
-        q_base += at_b * (q_sb * VEC)
-        dout_base += at_b * (dout_sb * VEC)
-        dq_base += at_b * (dq_sb * VEC)
-        lse_base += at_b * lse_sb
-        delta_base += at_b * delta_sb
-    k_base = k + head_k.to(tl.int64) * (k_sh * VEC)
-    v_base = v + head_k.to(tl.int64) * (v_sh * VEC)
-    table_row = table
-    if PAGED:
-        table_row = table + at_b * table_sb
-    elif PACKED_K:
-        k_base += k_start.to(tl.int64) * (k_ss * VEC)
-        v_base += k_start.to(tl.int64) * (v_ss * VEC)
-    else:
-        k_base += at_b * (k_sb * VEC)
-        v_base += at_b * (v_sb * VEC)
-    if VEC > 1:
-        q_base = tl.multiple_of(q_base, 16)
-        dout_base = tl.multiple_of(dout_base, 16)
-        dq_base = tl.multiple_of(dq_base, 16)
-        k_base = tl.multiple_of(k_base, 16)
-        v_base = tl.multiple_of(v_base, 16)
-    dbias_base = dbias
-    if DBIAS:
-        dbias_base = dbias + at_b * dbias_sb + head * dbias_sh
+        q_start, q_len, k_start, k_len = lengths(
+            b, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
+        )
+        first = tile * BLOCK_Q
+        if FLAGS:
+            one = marked(flags, begin + step, total, tiles, seq_q, True, FLAGS, BLOCK_Q)
+            first = tl.where(one, first, q_len)
+        if first < q_len:
+            last = tl.minimum(first + BLOCK_Q, q_len) - 1
+            shift = (k_len - q_len) * bottom_right
+            low, full_low, full_high, high = key_range(
+                first, last, shift, left, right, k_len, LEFT, RIGHT, WHOLE, BLOCK_K
+            )
 
-    rows = i.to(tl.int64)
-    q_tile = load_tile(q_base, rows * (q_ss * VEC), there, d, head_dim, q_sd, True, EVEN_D, INNER)
-    dout_tile = load_tile(
-        dout_base, rows * (dout_ss * VEC), there, dv, head_dim_v, dout_sd, True, EVEN_DV, INNER
-    )
-    row_lse = load_lse(lse_base, rows * lse_ss, there)
-    row_delta = tl.load(delta_base + rows, mask=there, other=0.0)
+            i = first + tl.arange(0, BLOCK_Q)
+            there = i < q_len
+            d = tl.arange(0, BLOCK_D)
+            dv = tl.arange(0, BLOCK_DV)
+            at_b = b.to(tl.int64)
+            q_base = q + head * (q_sh * VEC)
+            dout_base = dout + head * (dout_sh * VEC)
+            dq_base = dq + head * (dq_sh * VEC)
+            lse_base = lse + head * lse_sh
+            delta_base = delta + head * delta_sh
+            if PACKED_Q:
+                q_base += q_start.to(tl.int64) * (q_ss * VEC)
+                dout_base += q_start.to(tl.int64) * (dout_ss * VEC)
+                dq_base += q_start.to(tl.int64) * (dq_ss * VEC)
+                lse_base += q_start.to(tl.int64) * lse_ss
+                delta_base += q_start
+            else:
+                q_base += at_b * (q_sb * VEC)
+                dout_base += at_b * (dout_sb * VEC)
+                dq_base += at_b * (dq_sb * VEC)
+                lse_base += at_b * lse_sb
+                delta_base += at_b * delta_sb
+            k_base = k + head_k.to(tl.int64) * (k_sh * VEC)
+            v_base = v + head_k.to(tl.int64) * (v_sh * VEC)
+            table_row = table
+            if PAGED:
+                table_row = table + at_b * table_sb
+            elif PACKED_K:
+                k_base += k_start.to(tl.int64) * (k_ss * VEC)
+                v_base += k_start.to(tl.int64) * (v_ss * VEC)
+            else:
+                k_base += at_b * (k_sb * VEC)
+                v_base += at_b * (v_sb * VEC)
+            if VEC > 1:
+                q_base = tl.multiple_of(q_base, 16)
+                dout_base = tl.multiple_of(dout_base, 16)
+                dq_base = tl.multiple_of(dq_base, 16)
+                k_base = tl.multiple_of(k_base, 16)
+                v_base = tl.multiple_of(v_base, 16)
+            dbias_base = dbias
+            if DBIAS:
+                dbias_base = dbias + at_b * dbias_sb + head * dbias_sh
 
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    if LEFT:
-        acc = _add_keys(
-            acc, q_tile, dout_tile, row_lse, row_delta, low, full_low,
-            k_base, v_base, table_row, block_size,
-            k_sb * VEC, k_ss * VEC, k_sd, v_sb * VEC, v_ss * VEC, v_sd,
-            head_dim, head_dim_v, i, b, head, scale, softcap, shift, left, right, q_len, k_len,
-            bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-            slopes, slopes_sb, dbias_base, dbias_si, dbias_sj,
-            True, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, DBIAS, PAGED, INNER, PRECISION,
-            EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    if WHOLE:
-        acc = _add_keys(
-            acc, q_tile, dout_tile, row_lse, row_delta, full_low, full_high,
-            k_base, v_base, table_row, block_size,
-            k_sb * VEC, k_ss * VEC, k_sd, v_sb * VEC, v_ss * VEC, v_sd,
-            head_dim, head_dim_v, i, b, head, scale, softcap, shift, left, right, q_len, k_len,
-            bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-            slopes, slopes_sb, dbias_base, dbias_si, dbias_sj,
-            False, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, DBIAS, PAGED, INNER, PRECISION,
-            EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    acc = _add_keys(
-        acc, q_tile, dout_tile, row_lse, row_delta, full_high, high,
-        k_base, v_base, table_row, block_size,
-        k_sb * VEC, k_ss * VEC, k_sd, v_sb * VEC, v_ss * VEC, v_sd,
-        head_dim, head_dim_v, i, b, head, scale, softcap, shift, left, right, q_len, k_len,
-        bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-        slopes, slopes_sb, dbias_base, dbias_si, dbias_sj,
-        True, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, DBIAS, PAGED, INNER, PRECISION,
-        EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
-    store_tile(dq_base, rows * (dq_ss * VEC), there, d, head_dim, dq_sd, acc * scale, EVEN_D, INNER)
+            rows = i.to(tl.int64)
+            q_tile = load_tile(
+                q_base, rows * (q_ss * VEC), there, d, head_dim, q_sd, True, EVEN_D, INNER
+            )
+            dout_tile = load_tile(
+                dout_base,
+                rows * (dout_ss * VEC),
+                there,
+                dv,
+                head_dim_v,
+                dout_sd,
+                True,
+                EVEN_DV,
+                INNER,
+            )
+            row_lse = load_lse(lse_base, rows * lse_ss, there)
+            row_delta = tl.load(delta_base + rows, mask=there, other=0.0)
+
+            acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+            if LEFT:
+                acc = _add_keys(
+                    acc, q_tile, dout_tile, row_lse, row_delta, low, full_low,
+                    k_base, v_base, table_row, block_size,
+                    k_sb * VEC, k_ss * VEC, k_sd, v_sb * VEC, v_ss * VEC, v_sd,
+                    head_dim, head_dim_v, i, b, head, scale, softcap, shift, left,
+                    right, q_len, k_len,
+                    bias, bias_sb, bias_sh, bias_si, bias_sj,
+                    mask, mask_sb, mask_sh, mask_si, mask_sj,
+                    slopes, slopes_sb, dbias_base, dbias_si, dbias_sj,
+                    True, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, DBIAS, PAGED, INNER, PRECISION,
+                    EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+            if WHOLE:
+                acc = _add_keys(
+                    acc, q_tile, dout_tile, row_lse, row_delta, full_low, full_high,
+                    k_base, v_base, table_row, block_size,
+                    k_sb * VEC, k_ss * VEC, k_sd, v_sb * VEC, v_ss * VEC, v_sd,
+                    head_dim, head_dim_v, i, b, head, scale, softcap, shift, left,
+                    right, q_len, k_len,
+                    bias, bias_sb, bias_sh, bias_si, bias_sj,
+                    mask, mask_sb, mask_sh, mask_si, mask_sj,
+                    slopes, slopes_sb, dbias_base, dbias_si, dbias_sj,
+                    False, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, DBIAS, PAGED, INNER, PRECISION,
+                    EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+            acc = _add_keys(
+                acc, q_tile, dout_tile, row_lse, row_delta, full_high, high,
+                k_base, v_base, table_row, block_size,
+                k_sb * VEC, k_ss * VEC, k_sd, v_sb * VEC, v_ss * VEC, v_sd,
+                head_dim, head_dim_v, i, b, head, scale, softcap, shift, left, right, q_len, k_len,
+                bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
+                slopes, slopes_sb, dbias_base, dbias_si, dbias_sj,
+                True, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, DBIAS, PAGED, INNER, PRECISION,
+                EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
+            )  # fmt: skip
+            store_tile(
+                dq_base, rows * (dq_ss * VEC), there, d, head_dim, dq_sd, acc * scale, EVEN_D, INNER
+            )

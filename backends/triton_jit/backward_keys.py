@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from portattn.backends.triton_jit.backward import load_lse, load_tile, pull, store_tile
-from portattn.backends.triton_jit.scoring import flagged, lengths
+from portattn.backends.triton_jit.scoring import REPAIRED, lengths, marked
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def _add_sequence(
 
 
 _NUMBERS = (
-    "heads_k group seq_q seq_k head_dim head_dim_v tiles block_size blocks_each "
+    "heads_k group seq_q seq_k head_dim head_dim_v total tiles block_size blocks_each "
     "left right bottom_right"
 ).split()
 _STRIDES = (
@@ -197,7 +197,8 @@ def dkdv_kernel(
     page_users, page_starts, flags,
     scale: tl.float32, softcap: tl.float32,
     heads_k: tl.int32, group: tl.int32, seq_q: tl.int32, seq_k: tl.int32,
-    head_dim: tl.int32, head_dim_v: tl.int32, tiles: tl.int32, block_size: tl.int32,
+    head_dim: tl.int32, head_dim_v: tl.int32, total: tl.int32, tiles: tl.int32,
+    block_size: tl.int32,
     blocks_each: tl.int32, left: tl.int32, right: tl.int32, bottom_right: tl.int32,
     q_sb: tl.int64, q_sh: tl.int64, q_ss: tl.int64, q_sd: tl.int64,
     k_sb: tl.int64, k_sh: tl.int64, k_ss: tl.int64, k_sd: tl.int64,
@@ -223,98 +224,118 @@ def dkdv_kernel(
     ``blocks_each`` to a sequence, are ``page_users`` from ``page_starts[page]`` to the next start,
     and their order is that of the sums.
     ``FLAGS``: a tile does something only where a flag is set that speaks for FLAGS keys of which
-    it has some.
+    it has some, and a program looks after REPAIRED of the ``total`` tiles.
     """
     head_dim, head_dim_v = head_dim * VEC, head_dim_v * VEC
-    pid = tl.program_id(0)
+    STEPS: tl.constexpr = REPAIRED if FLAGS else 1
     # The whole grid in one axis: the others end at 65,535. Under a diagonal the first keys are
     # seen by most queries, and start first.
-    tile = pid % tiles
-    rest = pid // tiles
+    begin = tl.program_id(0) * STEPS
+    steps = STEPS
     if FLAGS:
-        count = (seq_k + FLAGS - 1) // FLAGS
-        end = tile * BLOCK_K + BLOCK_K - 1
-        if not flagged(flags, rest, count, tile * BLOCK_K // FLAGS, end // FLAGS):
-            return
-    head_k = rest % heads_k
-    b = rest // heads_k  # the page, where keys are paged
-
-    first = tile * BLOCK_K
-    q_len, k_start, k_len = seq_q, 0, seq_k
-    if PAGED:
-        there_are = block_size
-    else:
-        _, q_len, k_start, k_len = lengths(
-            b, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
+        some = marked(
+            flags, begin + tl.arange(0, STEPS), total, tiles, seq_k, False, FLAGS, BLOCK_K
         )
-        there_are = seq_k
-        if PACKED_K:
-            there_are = tl.load(cu_k + b + 1) - k_start
-    if first >= there_are:
-        return
+        steps = tl.where(tl.max(some.to(tl.int32), 0) > 0, STEPS, 0)
+    for step in range(steps):
+        tile = (begin + step) % tiles
+        rest = (begin + step) // tiles
+        head_k = rest % heads_k
+        b = rest // heads_k  # the page, where keys are paged
 
-    own = (first + tl.arange(0, BLOCK_K)).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    d_v = tl.arange(0, BLOCK_DV)
-    at_b = b.to(tl.int64)
-    at_head = head_k.to(tl.int64)
-    k_base = k + at_head * (k_sh * VEC)
-    v_base = v + at_head * (v_sh * VEC)
-    dk_base = dk + at_head * (dk_sh * VEC)
-    dv_base = dv + at_head * (dv_sh * VEC)
-    if PACKED_K:
-        k_base += k_start.to(tl.int64) * (k_ss * VEC)
-        v_base += k_start.to(tl.int64) * (v_ss * VEC)
-        dk_base += k_start.to(tl.int64) * (dk_ss * VEC)
-        dv_base += k_start.to(tl.int64) * (dv_ss * VEC)
-    else:
-        k_base += at_b * (k_sb * VEC)
-        v_base += at_b * (v_sb * VEC)
-        dk_base += at_b * (dk_sb * VEC)
-        dv_base += at_b * (dv_sb * VEC)
-    if VEC > 1:
-        k_base = tl.multiple_of(k_base, 16)
-        v_base = tl.multiple_of(v_base, 16)
-        dk_base = tl.multiple_of(dk_base, 16)
-        dv_base = tl.multiple_of(dv_base, 16)
-    there = own < there_are
-    k_tile = load_tile(k_base, own * (k_ss * VEC), there, d, head_dim, k_sd, True, EVEN_D, INNER)
-    v_tile = load_tile(
-        v_base, own * (v_ss * VEC), there, d_v, head_dim_v, v_sd, True, EVEN_DV, INNER
-    )
-
-    dk_acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-    if PAGED:
-        for at in range(tl.load(page_starts + b), tl.load(page_starts + b + 1)):
-            place = tl.load(page_users + at)
-            user = (place // blocks_each).to(tl.int32)
-            counted = (place % blocks_each).to(tl.int32) * block_size + first
-            _, q_len, _, k_len = lengths(
-                user, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
+        first = tile * BLOCK_K
+        q_len, k_start, k_len = seq_q, 0, seq_k
+        if PAGED:
+            there_are = block_size
+        else:
+            _, q_len, k_start, k_len = lengths(
+                b, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
             )
-            dk_acc, dv_acc = _add_sequence(
-                dk_acc, dv_acc, k_tile, v_tile, counted, user, head_k,
-                q, dout, lse, delta, poison, cu_q, q_len, k_len,
-                q_sb, q_sh, q_ss, q_sd, dout_sb, dout_sh, dout_ss, dout_sd,
-                lse_sb, lse_sh, lse_ss, delta_sb, delta_sh, group, head_dim, head_dim_v,
-                scale, softcap, left, right, bottom_right,
-                bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-                slopes, slopes_sb, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PACKED_Q, INNER, VEC,
-                PRECISION, EVEN_D, EVEN_DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
-            )  # fmt: skip
-    else:
-        dk_acc, dv_acc = _add_sequence(
-            dk_acc, dv_acc, k_tile, v_tile, first, b, head_k,
-            q, dout, lse, delta, poison, cu_q, q_len, k_len,
-            q_sb, q_sh, q_ss, q_sd, dout_sb, dout_sh, dout_ss, dout_sd,
-            lse_sb, lse_sh, lse_ss, delta_sb, delta_sh, group, head_dim, head_dim_v,
-            scale, softcap, left, right, bottom_right,
-            bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-            slopes, slopes_sb, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PACKED_Q, INNER, VEC,
-            PRECISION, EVEN_D, EVEN_DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    store_tile(
-        dk_base, own * (dk_ss * VEC), there, d, head_dim, dk_sd, dk_acc * scale, EVEN_D, INNER
-    )
-    store_tile(dv_base, own * (dv_ss * VEC), there, d_v, head_dim_v, dv_sd, dv_acc, EVEN_DV, INNER)
+            there_are = seq_k
+            if PACKED_K:
+                there_are = tl.load(cu_k + b + 1) - k_start
+        if FLAGS:
+            one = marked(flags, begin + step, total, tiles, seq_k, False, FLAGS, BLOCK_K)
+            first = tl.where(one, first, there_are)
+        if first < there_are:
+            own = (first + tl.arange(0, BLOCK_K)).to(tl.int64)
+            d = tl.arange(0, BLOCK_D)
+            d_v = tl.arange(0, BLOCK_DV)
+            at_b = b.to(tl.int64)
+            at_head = head_k.to(tl.int64)
+            k_base = k + at_head * (k_sh * VEC)
+            v_base = v + at_head * (v_sh * VEC)
+            dk_base = dk + at_head * (dk_sh * VEC)
+            dv_base = dv + at_head * (dv_sh * VEC)
+            if PACKED_K:
+                k_base += k_start.to(tl.int64) * (k_ss * VEC)
+                v_base += k_start.to(tl.int64) * (v_ss * VEC)
+                dk_base += k_start.to(tl.int64) * (dk_ss * VEC)
+                dv_base += k_start.to(tl.int64) * (dv_ss * VEC)
+            else:
+                k_base += at_b * (k_sb * VEC)
+                v_base += at_b * (v_sb * VEC)
+                dk_base += at_b * (dk_sb * VEC)
+                dv_base += at_b * (dv_sb * VEC)
+            if VEC > 1:
+                k_base = tl.multiple_of(k_base, 16)
+                v_base = tl.multiple_of(v_base, 16)
+                dk_base = tl.multiple_of(dk_base, 16)
+                dv_base = tl.multiple_of(dv_base, 16)
+            there = own < there_are
+            k_tile = load_tile(
+                k_base, own * (k_ss * VEC), there, d, head_dim, k_sd, True, EVEN_D, INNER
+            )
+            v_tile = load_tile(
+                v_base, own * (v_ss * VEC), there, d_v, head_dim_v, v_sd, True, EVEN_DV, INNER
+            )
+
+            dk_acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+            dv_acc = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
+            if PAGED:
+                for at in range(tl.load(page_starts + b), tl.load(page_starts + b + 1)):
+                    place = tl.load(page_users + at)
+                    user = (place // blocks_each).to(tl.int32)
+                    counted = (place % blocks_each).to(tl.int32) * block_size + first
+                    _, q_len, _, k_len = lengths(
+                        user, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
+                    )
+                    dk_acc, dv_acc = _add_sequence(
+                        dk_acc, dv_acc, k_tile, v_tile, counted, user, head_k,
+                        q, dout, lse, delta, poison, cu_q, q_len, k_len,
+                        q_sb, q_sh, q_ss, q_sd, dout_sb, dout_sh, dout_ss, dout_sd,
+                        lse_sb, lse_sh, lse_ss, delta_sb, delta_sh, group, head_dim, head_dim_v,
+                        scale, softcap, left, right, bottom_right,
+                        bias, bias_sb, bias_sh, bias_si, bias_sj,
+                        mask, mask_sb, mask_sh, mask_si, mask_sj,
+                        slopes, slopes_sb, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI,
+                        PACKED_Q, INNER, VEC,
+                        PRECISION, EVEN_D, EVEN_DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
+                    )  # fmt: skip
+            else:
+                dk_acc, dv_acc = _add_sequence(
+                    dk_acc, dv_acc, k_tile, v_tile, first, b, head_k,
+                    q, dout, lse, delta, poison, cu_q, q_len, k_len,
+                    q_sb, q_sh, q_ss, q_sd, dout_sb, dout_sh, dout_ss, dout_sd,
+                    lse_sb, lse_sh, lse_ss, delta_sb, delta_sh, group, head_dim, head_dim_v,
+                    scale, softcap, left, right, bottom_right,
+                    bias, bias_sb, bias_sh, bias_si, bias_sj,
+                    mask, mask_sb, mask_sh, mask_si, mask_sj,
+                    slopes, slopes_sb, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI,
+                    PACKED_Q, INNER, VEC,
+                    PRECISION, EVEN_D, EVEN_DV, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+            store_tile(
+                dk_base,
+                own * (dk_ss * VEC),
+                there,
+                d,
+                head_dim,
+                dk_sd,
+                dk_acc * scale,
+                EVEN_D,
+                INNER,
+            )
+            store_tile(
+                dv_base, own * (dv_ss * VEC), there, d_v, head_dim_v, dv_sd, dv_acc, EVEN_DV, INNER
+            )

@@ -37,30 +37,34 @@ LONG_KEYS = 16_384
 DEFAULT_SMS = 108
 """Multiprocessors assumed where a device is only pretended."""
 
-TMA_SCORES = 1 << 21
-"""Scores of one sequence from which on the tensor memory accelerator is worth its descriptors."""
-
 ITEM = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One portable tile. ``shared_bytes`` is the most that the compiler reported for any mask on
-    that architecture."""
+    """One portable tile. ``shared_bytes`` is the most that the compiler reported for it on that
+    architecture, ``masked_bytes`` the same with a bias and a mask, whose blocks are loaded ahead
+    as the keys are."""
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
     shared_bytes: int
+    masked_bytes: int
+
+    def needs(self, masked: bool) -> int:
+        """Bytes of shared memory of a block, with a bias or a mask or without."""
+        return self.masked_bytes if masked else self.shared_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     """How one call runs. ``splits`` parts of ``split_keys`` keys; ``pack`` query heads share a
-    tile; ``tma``: keys and values come by the tensor memory accelerator where they are aligned;
-    ``hopper`` holds that mechanism's own tile, and ``tile`` is then what does what it leaves;
-    ``memo`` is the launcher's, and no copy's: another tile is another launch."""
+    tile; ``tma``: keys and values come by the tensor memory accelerator where they are aligned, and
+    what joins the splits starts early; ``hopper`` holds that mechanism's own tile, and ``tile`` is
+    then what does what it leaves; ``memo`` is the launcher's, and no copy's: another tile is
+    another launch."""
 
     tile: Tile
     block_d: int
@@ -171,10 +175,15 @@ def few_rows(problem: Problem) -> bool:
     return problem.seq_q * (problem.group if packs(problem) else 1) <= PACKED_ROWS
 
 
-def rows_tile(tiles: list[Tile], rows: int, limit: int) -> Tile | None:
+def is_masked(problem: Problem) -> bool:
+    """Whether a tile loads blocks of a bias or a mask."""
+    return problem.bias is not None or problem.mask is not None
+
+
+def rows_tile(tiles: list[Tile], rows: int, limit: int, *, masked: bool = False) -> Tile | None:
     """The first tile within ``limit`` bytes that holds all rows, else the first of those that hold
     most; tiles are ordered by rows, ascending."""
-    fitting = [t for t in tiles if t.shared_bytes <= limit]
+    fitting = [t for t in tiles if t.needs(masked) <= limit]
     enough = [t for t in fitting if t.block_q >= rows]
     return enough[0] if enough else max(fitting, key=lambda t: t.block_q, default=None)
 

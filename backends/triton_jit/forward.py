@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from portattn.backends.triton_jit.scoring import (
     LN2,
     LOG2E,
-    flagged,
+    REPAIRED,
     key_range,
     key_rows,
     lengths,
+    marked,
     natural_scores,
     visible_places,
     without_poison,
@@ -33,19 +35,26 @@ def _attend(
     k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
     i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
     bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-    slopes, slopes_sb,
-    MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, MASK: tl.constexpr, ALIBI: tl.constexpr, PAGED: tl.constexpr,
-    PACKED_K: tl.constexpr, TMA: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
-    PRECISION: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    slopes, slopes_sb, column,
+    MASKED: tl.constexpr, POISON: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, ALIBI: tl.constexpr,
+    PAGED: tl.constexpr, PACKED_K: tl.constexpr, TMA: tl.constexpr, INNER: tl.constexpr,
+    VEC: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """The keys of [start, end) for one tile of rows: the running maximum, sum and output."""
+    """The keys of [start, end) for one tile of rows: the running maximum, sum and output.
+
+    Hidden keys have a weight of 0, which a NaN or infinity among their values survives: with
+    ``POISON`` the values are looked through first. That takes them through registers, which a loop
+    that is to be fast has none to spare for.
+    """
     PLAIN: tl.constexpr = not (SOFTCAP or BIAS or ALIBI)
     UNIT: tl.constexpr = 1.0 if PLAIN else LOG2E  # of m in base 2
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    for j0 in tl.range(start, end, BLOCK_K):
+    dv = column + tl.arange(0, BLOCK_DV)
+    # Looking through values that tensor cores multiply is for few tiles, and not worth stages.
+    RARE: tl.constexpr = POISON and q_tile.dtype.primitive_bitwidth < 32
+    for j0 in tl.range(start, end, BLOCK_K, num_stages=1 if RARE else None):
         j = j0 + tl.arange(0, BLOCK_K)
         if TMA:
             at_b = 0 if PACKED_K else b
@@ -105,7 +114,7 @@ def _attend(
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
 
-        if TMA:
+        if TMA and not POISON:
             v_tile = v_desc.load([at_b, head_k, k_start + j0, 0]).reshape([BLOCK_K, BLOCK_DV])
         else:
             rows = key_rows(j, k_len, table_row, block_size, v_sb * VEC, v_ss * VEC, PAGED)
@@ -122,7 +131,7 @@ def _attend(
                 v_tile = tl.load(v_at)
             else:
                 v_tile = tl.load(v_at, mask=(dv < head_dim_v)[None, :], other=0.0)
-        if MASKED:
+        if POISON:
             v_tile, bad = without_poison(v_tile)
             poisoned = poisoned | (tl.max((seen & bad[None, :]).to(tl.int32), 1) > 0)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
@@ -130,177 +139,20 @@ def _attend(
     return acc, m, row_sum, poisoned
 
 
-_NUMBERS = (
-    "heads_k group pack seq_q seq_k head_dim head_dim_v tiles splits split_keys block_size "
-    "left right bottom_right"
-).split()
-_STRIDES = (
-    "q_sb q_sh q_ss q_sd k_sb k_sh k_ss k_sd v_sb v_sh v_ss v_sd o_sb o_sh o_ss o_sd "
-    "lse_sb lse_sh lse_ss bias_sb bias_sh bias_si bias_sj mask_sb mask_sh mask_si mask_sj "
-    "slopes_sb table_sb"
-).split()
-_POINTERS = (
-    "q k v out lse part part_lse bias mask slopes sinks cu_q cu_k used table flags"
-).split()
-
-
-@triton.jit(
-    do_not_specialize=[*_NUMBERS, *_STRIDES],
-    do_not_specialize_on_alignment=[*_POINTERS, *_STRIDES, *_NUMBERS],
-)
-def forward_kernel(
-    q, k, v, k_desc, v_desc, out, lse, part, part_lse,
-    bias, mask, slopes, sinks, cu_q, cu_k, used, table, flags,
-    scale: tl.float32, softcap: tl.float32,
-    heads_k: tl.int32, group: tl.int32, pack: tl.int32,
-    seq_q: tl.int32, seq_k: tl.int32, head_dim: tl.int32, head_dim_v: tl.int32,
-    tiles: tl.int32, splits: tl.int32, split_keys: tl.int32, block_size: tl.int32,
-    left: tl.int32, right: tl.int32, bottom_right: tl.int32,
-    q_sb: tl.int64, q_sh: tl.int64, q_ss: tl.int64, q_sd: tl.int64,
-    k_sb: tl.int64, k_sh: tl.int64, k_ss: tl.int64, k_sd: tl.int64,
-    v_sb: tl.int64, v_sh: tl.int64, v_ss: tl.int64, v_sd: tl.int64,
-    o_sb: tl.int64, o_sh: tl.int64, o_ss: tl.int64, o_sd: tl.int64,
-    lse_sb: tl.int64, lse_sh: tl.int64, lse_ss: tl.int64,
-    bias_sb: tl.int64, bias_sh: tl.int64, bias_si: tl.int64, bias_sj: tl.int64,
-    mask_sb: tl.int64, mask_sh: tl.int64, mask_si: tl.int64, mask_sj: tl.int64,
-    slopes_sb: tl.int64, table_sb: tl.int64,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, PACKED_Q: tl.constexpr,
-    PACKED_K: tl.constexpr, USED: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr,
-    SPLIT: tl.constexpr, LSE: tl.constexpr, FLAGS: tl.constexpr, TMA: tl.constexpr,
-    INNER: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr,
-    EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+@triton.jit
+def _store(
+    acc, m, row_sum, at, i, head, b, q_start, q_len, sinks, out, lse, part, part_lse,
+    o_sb, o_sh, o_ss, o_sd, lse_sb, lse_sh, lse_ss, head_dim_v, column,
+    PLAIN: tl.constexpr, SINKS: tl.constexpr, PACKED_Q: tl.constexpr, SPLIT: tl.constexpr,
+    LSE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, EVEN_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows against the keys of one split.
-
-    Strides and head dims come in units of ``VEC`` elements, which tells the compiler that whole
-    vectors are aligned and lie inside or outside as one. With ``PACK`` the rows of a key head's
-    ``pack`` query heads share a tile, position by position; without it a tile holds rows of one
-    query head. ``SPLIT``: partial results in float32 go to ``part`` and ``part_lse``, to be joined
-    by `combine_kernel`. ``FLAGS``: a tile does something only where a flag is set that speaks for
-    FLAGS rows of which it has some.
-    """
-    head_dim, head_dim_v = head_dim * VEC, head_dim_v * VEC
-    # The whole grid in one axis: the others end at 65,535. Longest rows first under a diagonal.
-    pid = tl.program_id(0)
-    tile = tiles - 1 - pid % tiles
-    rest = pid // tiles
-    if FLAGS:
-        # Each head's last rows come first among its flags.
-        count = (seq_q + FLAGS - 1) // FLAGS
-        from_end = count - 1 - (tile * BLOCK_Q + BLOCK_Q - 1) // FLAGS
-        to_end = count - 1 - tile * BLOCK_Q // FLAGS
-        if not flagged(flags, rest, count, tl.maximum(from_end, 0), to_end):
-            return
-    split = rest % splits
-    rest = rest // splits
-    heads = heads_k if PACK else heads_k * group
-    head0 = rest % heads
-    b = rest // heads
-    head_k = head0 if PACK else head0 // group
-
-    q_start, q_len, k_start, k_len = lengths(
-        b, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
-    )
-    rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    if PACK:
-        i = rows // pack
-        head = (head0 * pack + rows % pack).to(tl.int64)
-        first, last = tile * BLOCK_Q // pack, (tile * BLOCK_Q + BLOCK_Q - 1) // pack
-    else:
-        i = rows
-        head = (head0 + tl.zeros_like(rows)).to(tl.int64)
-        first, last = tile * BLOCK_Q, tile * BLOCK_Q + BLOCK_Q - 1
-    if first >= q_len:
-        return  # nothing of it is read, of a split either
-    last = tl.minimum(last, q_len - 1)
-    offset = k_len - q_len
-    shift = offset * bottom_right
-
-    WHOLE: tl.constexpr = not (BIAS or MASK)
-    low, full_low, full_high, high = key_range(
-        first, last, shift, left, right, k_len, LEFT, RIGHT, WHOLE, BLOCK_K
-    )
-    if SPLIT:
-        begin, end = split * split_keys, (split + 1) * split_keys
-        low, high = tl.maximum(low, begin), tl.minimum(high, end)
-        full_low = tl.minimum(tl.maximum(full_low, low), high)
-        full_high = tl.maximum(tl.minimum(full_high, end), full_low)
-
-    d = tl.arange(0, BLOCK_D)
-    at_q = q + (0 if PACKED_Q else b.to(tl.int64) * (q_sb * VEC))
-    q_rows = head * (q_sh * VEC) + (q_start + i).to(tl.int64) * (q_ss * VEC)
-    q_at = at_q + q_rows[:, None] + (d[None, :] if INNER else d[None, :].to(tl.int64) * q_sd)
-    if VEC > 1:
-        q_at = tl.multiple_of(q_at, (1, 16))
-    if EVEN_D:
-        q_tile = tl.load(q_at, mask=(i < q_len)[:, None], other=0.0)
-    else:
-        q_tile = tl.load(q_at, mask=(i < q_len)[:, None] & (d < head_dim)[None, :], other=0.0)
-    # A negative scale changes q's sign, exactly: the maximum of products is that of scores then.
-    if scale < 0:
-        q_tile = -q_tile
-    scale = tl.abs(scale)
-
-    k_base = k + head_k.to(tl.int64) * (k_sh * VEC)
-    v_base = v + head_k.to(tl.int64) * (v_sh * VEC)
-    table_row = table
-    if PAGED:
-        table_row = table + b.to(tl.int64) * table_sb
-    elif PACKED_K:
-        k_base += k_start.to(tl.int64) * (k_ss * VEC)
-        v_base += k_start.to(tl.int64) * (v_ss * VEC)
-    else:
-        k_base += b.to(tl.int64) * (k_sb * VEC)
-        v_base += b.to(tl.int64) * (v_sb * VEC)
-    if VEC > 1:
-        k_base = tl.multiple_of(k_base, 16)
-        v_base = tl.multiple_of(v_base, 16)
-
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_Q], tl.float32)
-    poisoned = tl.zeros([BLOCK_Q], tl.int32) > 0
-    if LEFT:
-        acc, m, row_sum, poisoned = _attend(
-            acc, m, row_sum, poisoned, q_tile, low, full_low,
-            k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
-            k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
-            i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
-            bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-            slopes, slopes_sb,
-            True, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
-            PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    if WHOLE:
-        acc, m, row_sum, poisoned = _attend(
-            acc, m, row_sum, poisoned, q_tile, full_low, full_high,
-            k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
-            k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
-            i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
-            bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-            slopes, slopes_sb,
-            False, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
-            PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
-    acc, m, row_sum, poisoned = _attend(
-        acc, m, row_sum, poisoned, q_tile, full_high, high,
-        k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
-        k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
-        i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
-        bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
-        slopes, slopes_sb,
-        True, LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
-            PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
-    acc = tl.where(poisoned[:, None], float("nan"), acc)
-    if not (SOFTCAP or BIAS or ALIBI):
+    """What a tile found, from ``column`` on: normalised, or as one part of several."""
+    if PLAIN:
         m = m * LN2  # natural from here on, as the others are
-
-    dv = tl.arange(0, BLOCK_DV)
+    dv = column + tl.arange(0, COLUMNS)
     if SPLIT:
-        place = pid.to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        place = at.to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
         # A part that saw nothing has row_sum = 0: its output is 0 and its LSE -inf.
         safe = tl.where(row_sum == 0, 1.0, row_sum)
         tl.store(part + place[:, None] * BLOCK_DV + dv[None, :], acc / safe[:, None])
@@ -335,6 +187,232 @@ def forward_kernel(
             tl.store(lse + at, m + LN2 * tl.log2(row_sum), mask=there)
 
 
+_NUMBERS = (
+    "heads_k group pack seq_q seq_k head_dim head_dim_v total tiles splits split_keys block_size "
+    "left right bottom_right"
+).split()
+_STRIDES = (
+    "q_sb q_sh q_ss q_sd k_sb k_sh k_ss k_sd v_sb v_sh v_ss v_sd o_sb o_sh o_ss o_sd "
+    "lse_sb lse_sh lse_ss bias_sb bias_sh bias_si bias_sj mask_sb mask_sh mask_si mask_sj "
+    "slopes_sb table_sb"
+).split()
+_POINTERS = (
+    "q k v out lse part part_lse bias mask slopes sinks cu_q cu_k used table flags"
+).split()
+
+
+@triton.jit(
+    do_not_specialize=[*_NUMBERS, *_STRIDES],
+    do_not_specialize_on_alignment=[*_POINTERS, *_STRIDES, *_NUMBERS],
+)
+def forward_kernel(
+    q, k, v, k_desc, v_desc, out, lse, part, part_lse,
+    bias, mask, slopes, sinks, cu_q, cu_k, used, table, flags,
+    scale: tl.float32, softcap: tl.float32,
+    heads_k: tl.int32, group: tl.int32, pack: tl.int32,
+    seq_q: tl.int32, seq_k: tl.int32, head_dim: tl.int32, head_dim_v: tl.int32,
+    total: tl.int32, tiles: tl.int32, splits: tl.int32, split_keys: tl.int32,
+    block_size: tl.int32, left: tl.int32, right: tl.int32, bottom_right: tl.int32,
+    q_sb: tl.int64, q_sh: tl.int64, q_ss: tl.int64, q_sd: tl.int64,
+    k_sb: tl.int64, k_sh: tl.int64, k_ss: tl.int64, k_sd: tl.int64,
+    v_sb: tl.int64, v_sh: tl.int64, v_ss: tl.int64, v_sd: tl.int64,
+    o_sb: tl.int64, o_sh: tl.int64, o_ss: tl.int64, o_sd: tl.int64,
+    lse_sb: tl.int64, lse_sh: tl.int64, lse_ss: tl.int64,
+    bias_sb: tl.int64, bias_sh: tl.int64, bias_si: tl.int64, bias_sj: tl.int64,
+    mask_sb: tl.int64, mask_sh: tl.int64, mask_si: tl.int64, mask_sj: tl.int64,
+    slopes_sb: tl.int64, table_sb: tl.int64,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, PACKED_Q: tl.constexpr,
+    PACKED_K: tl.constexpr, USED: tl.constexpr, PAGED: tl.constexpr, PACK: tl.constexpr,
+    SPLIT: tl.constexpr, LSE: tl.constexpr, FLAGS: tl.constexpr, EARLY: tl.constexpr,
+    TMA: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr,
+    NEGATIVE: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows against the keys of one split.
+
+    Strides and head dims come in units of ``VEC`` elements, which tells the compiler that whole
+    vectors are aligned and lie inside or outside as one. With ``PACK`` the rows of a key head's
+    ``pack`` query heads share a tile, position by position; without it a tile holds rows of one
+    query head. ``SPLIT``: partial results in float32 go to ``part`` and ``part_lse``, to be joined
+    by `combine_kernel`. ``FLAGS``: a tile does something only where a flag is set that speaks for
+    FLAGS rows of which it has some; flags are rarely set, so a program looks after REPAIRED of the
+    ``total`` tiles.
+    """
+    if EARLY and SPLIT:
+        gdc_launch_dependents()
+    head_dim, head_dim_v = head_dim * VEC, head_dim_v * VEC
+    WHOLE: tl.constexpr = not (BIAS or MASK)
+    PLAIN: tl.constexpr = not (SOFTCAP or BIAS or ALIBI)
+    CHUNK: tl.constexpr = min(BLOCK_DV, 64)
+    # float32 has its values in registers anyway: masked blocks look through them at once.
+    LOOK: tl.constexpr = q.dtype.element_ty.primitive_bitwidth == 32
+    STEPS: tl.constexpr = REPAIRED if FLAGS else 1
+    # A negative scale changes q's sign, exactly: the maximum of products is that of scores then.
+    if NEGATIVE:
+        scale = -scale
+    # The whole grid in one axis: the others end at 65,535. Longest rows first under a diagonal.
+    begin = tl.program_id(0) * STEPS
+    steps = STEPS
+    if FLAGS:
+        some = marked(flags, begin + tl.arange(0, STEPS), total, tiles, seq_q, True, FLAGS, BLOCK_Q)
+        steps = tl.where(tl.max(some.to(tl.int32), 0) > 0, STEPS, 0)
+    for step in range(steps):
+        at = begin + step
+        tile = tiles - 1 - at % tiles
+        rest = at // tiles
+        split = rest % splits
+        rest = rest // splits
+        heads = heads_k if PACK else heads_k * group
+        head0 = rest % heads
+        b = rest // heads
+        head_k = head0 if PACK else head0 // group
+
+        q_start, q_len, k_start, k_len = lengths(
+            b, cu_q, cu_k, used, seq_q, seq_k, PACKED_Q, PACKED_K, USED
+        )
+        rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        if PACK:
+            i = rows // pack
+            head = (head0 * pack + rows % pack).to(tl.int64)
+            first, last = tile * BLOCK_Q // pack, (tile * BLOCK_Q + BLOCK_Q - 1) // pack
+        else:
+            i = rows
+            head = (head0 + tl.zeros_like(rows)).to(tl.int64)
+            first, last = tile * BLOCK_Q, tile * BLOCK_Q + BLOCK_Q - 1
+        if FLAGS:
+            one = marked(flags, at, total, tiles, seq_q, True, FLAGS, BLOCK_Q)
+            first = tl.where(one, first, q_len)
+        if first < q_len:  # else nothing of it is read, of a split either
+            last = tl.minimum(last, q_len - 1)
+            offset = k_len - q_len
+            shift = offset * bottom_right
+
+            low, full_low, full_high, high = key_range(
+                first, last, shift, left, right, k_len, LEFT, RIGHT, WHOLE, BLOCK_K
+            )
+            if SPLIT:
+                end = (split + 1) * split_keys
+                low, high = tl.maximum(low, split * split_keys), tl.minimum(high, end)
+                full_low = tl.minimum(tl.maximum(full_low, low), high)
+                full_high = tl.maximum(tl.minimum(full_high, end), full_low)
+
+            d = tl.arange(0, BLOCK_D)
+            at_q = q + (0 if PACKED_Q else b.to(tl.int64) * (q_sb * VEC))
+            q_rows = head * (q_sh * VEC) + (q_start + i).to(tl.int64) * (q_ss * VEC)
+            q_at = (
+                at_q + q_rows[:, None] + (d[None, :] if INNER else d[None, :].to(tl.int64) * q_sd)
+            )
+            if VEC > 1:
+                q_at = tl.multiple_of(q_at, (1, 16))
+            if EVEN_D:
+                q_tile = tl.load(q_at, mask=(i < q_len)[:, None], other=0.0)
+            else:
+                q_tile = tl.load(
+                    q_at, mask=(i < q_len)[:, None] & (d < head_dim)[None, :], other=0.0
+                )
+            if NEGATIVE:
+                q_tile = -q_tile
+
+            k_base = k + head_k.to(tl.int64) * (k_sh * VEC)
+            v_base = v + head_k.to(tl.int64) * (v_sh * VEC)
+            table_row = table
+            if PAGED:
+                table_row = table + b.to(tl.int64) * table_sb
+            elif PACKED_K:
+                k_base += k_start.to(tl.int64) * (k_ss * VEC)
+                v_base += k_start.to(tl.int64) * (v_ss * VEC)
+            else:
+                k_base += b.to(tl.int64) * (k_sb * VEC)
+                v_base += b.to(tl.int64) * (v_sb * VEC)
+            if VEC > 1:
+                k_base = tl.multiple_of(k_base, 16)
+                v_base = tl.multiple_of(v_base, 16)
+
+            # Whether a NaN or infinity is in the way; a tile that is repaired has one.
+            careful = True
+            if not FLAGS:
+                acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+                m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+                row_sum = tl.zeros([BLOCK_Q], tl.float32)
+                poisoned = tl.zeros([BLOCK_Q], tl.int32) > 0
+                if LEFT:
+                    acc, m, row_sum, poisoned = _attend(
+                        acc, m, row_sum, poisoned, q_tile, low, full_low,
+                        k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
+                        k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
+                        i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
+                        bias, bias_sb, bias_sh, bias_si, bias_sj,
+                        mask, mask_sb, mask_sh, mask_si, mask_sj,
+                        slopes, slopes_sb, 0, True, LOOK,
+                        LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
+                        PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
+                    )  # fmt: skip
+                if WHOLE:
+                    acc, m, row_sum, poisoned = _attend(
+                        acc, m, row_sum, poisoned, q_tile, full_low, full_high,
+                        k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
+                        k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
+                        i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
+                        bias, bias_sb, bias_sh, bias_si, bias_sj,
+                        mask, mask_sb, mask_sh, mask_si, mask_sj,
+                        slopes, slopes_sb, 0, False, False,
+                        LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
+                        PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
+                    )  # fmt: skip
+                acc, m, row_sum, poisoned = _attend(
+                    acc, m, row_sum, poisoned, q_tile, full_high, high,
+                    k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
+                    k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
+                    i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
+                    bias, bias_sb, bias_sh, bias_si, bias_sj,
+                    mask, mask_sb, mask_sh, mask_si, mask_sj,
+                    slopes, slopes_sb, 0, True, LOOK,
+                    LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
+                    PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip
+                careful = False
+                if LOOK:
+                    acc = tl.where(poisoned[:, None], float("nan"), acc)
+                else:
+                    careful = tl.max(tl.max((acc - acc != 0).to(tl.int32), 1), 0) > 0
+                if not careful:
+                    _store(
+                        acc, m, row_sum, at, i, head, b, q_start, q_len, sinks, out,
+                        lse, part, part_lse,
+                        o_sb, o_sh, o_ss, o_sd, lse_sb, lse_sh, lse_ss, head_dim_v, 0,
+                        PLAIN, SINKS, PACKED_Q, SPLIT, LSE, INNER, VEC, EVEN_DV, BLOCK_Q, BLOCK_DV,
+                        BLOCK_DV,
+                    )  # fmt: skip
+            if careful:
+                # Few columns of the values at a time: looked through, all of them fill the
+                # registers, and the compiler then runs every product of the kernel one by one.
+                for column in tl.range(0, BLOCK_DV, CHUNK, num_stages=1):
+                    few = tl.zeros([BLOCK_Q, CHUNK], tl.float32)
+                    few_m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+                    few_sum = tl.zeros([BLOCK_Q], tl.float32)
+                    bad = tl.zeros([BLOCK_Q], tl.int32) > 0
+                    few, few_m, few_sum, bad = _attend(
+                        few, few_m, few_sum, bad, q_tile, low, high,
+                        k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
+                        k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
+                        i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
+                        bias, bias_sb, bias_sh, bias_si, bias_sj,
+                        mask, mask_sb, mask_sh, mask_si, mask_sj,
+                        slopes, slopes_sb, column, True, True,
+                        LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
+                        PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, CHUNK,
+                    )  # fmt: skip
+                    few = tl.where(bad[:, None], float("nan"), few)
+                    _store(
+                        few, few_m, few_sum, at, i, head, b, q_start, q_len, sinks, out,
+                        lse, part, part_lse,
+                        o_sb, o_sh, o_ss, o_sd, lse_sb, lse_sh, lse_ss, head_dim_v, column,
+                        PLAIN, SINKS, PACKED_Q, SPLIT, LSE, INNER, VEC, EVEN_DV, BLOCK_Q, CHUNK,
+                        BLOCK_DV,
+                    )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["heads_k", "group", "pack", "seq_q", "head_dim_v", "tiles", "splits",
                        "o_sb", "o_sh", "o_ss", "o_sd", "lse_sb", "lse_sh", "lse_ss"],
@@ -347,9 +425,12 @@ def combine_kernel(
     o_sb: tl.int64, o_sh: tl.int64, o_ss: tl.int64, o_sd: tl.int64,
     lse_sb: tl.int64, lse_sh: tl.int64, lse_ss: tl.int64,
     SINKS: tl.constexpr, PACKED_Q: tl.constexpr, PACK: tl.constexpr, LSE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    EARLY: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one query row: weights exp(part_lse - maximum), summed in split order."""
+    """Join the splits of one query row: weights exp(part_lse - maximum), summed in split order.
+    ``EARLY``: it is started while `forward_kernel` runs, and waits for it."""
+    if EARLY:
+        gdc_wait()
     rows_of_head = seq_q * pack if PACK else seq_q
     pid = tl.program_id(0)
     row = pid % rows_of_head

@@ -22,6 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from portattn.backends.triton_jit import kernel_cache
+from portattn.backends.triton_jit.dispatch import Launch, remembered
 from portattn.backends.triton_jit.hopper_backward_dkdv import dkdv_kernel
 from portattn.backends.triton_jit.hopper_backward_dq import dq_kernel
 from portattn.backends.triton_jit.hopper_backward_plan import (
@@ -32,6 +34,8 @@ from portattn.backends.triton_jit.hopper_backward_plan import (
 
 if TYPE_CHECKING:
     import torch
+
+kernel_cache.one_at_a_time(dkdv_kernel, dq_kernel)
 
 # 16 bytes of a 16-bit type: the widest store, and what strides are counted in when they allow it.
 _VECTOR = 8
@@ -55,6 +59,7 @@ def launch(
     config: BackwardConfig,
     flags_kv: torch.Tensor | None = None,
     flags_q: torch.Tensor | None = None,
+    memo: dict[Any, Any] | None = None,
 ) -> None:
     """Fill dq, dk and dv, on the current device and stream.
 
@@ -65,19 +70,35 @@ def launch(
 
     flags_kv: int32 (B * Hk, ceil(Sk / config.dkdv.block_k)); flags_q: int32
     (B * Hq, ceil(Sq / config.dq.block_q)): 1 where a stored element of that tile of dk or dv, or
-    of dq, is NaN or infinite, else 0. NaN or infinity at a hidden position of q, k, v or dout can
-    reach a gradient through 0 * NaN: the flags are how the caller sees it.
+    of dq, is NaN or infinite; they are 0 before. NaN or infinity at a hidden position of q, k, v
+    or dout can reach a gradient through 0 * NaN: the flags are how the caller sees it.
+
+    memo: one plan's; it keeps what is the same for all arrays that lie in one way.
     """
-    batch, heads_q, seq_q, head_dim = q.shape
-    heads_k, seq_k = k.shape[1], k.shape[2]
-    for flags in (flags_kv, flags_q):
-        if flags is not None:
-            flags.zero_()
-    if 0 in (batch, heads_q, seq_q, seq_k):
+    if 0 in (*q.shape[:3], k.shape[2]):
         # TMA knows no empty tensor, and a sum over nothing is zero.
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return
+    big = (q, k, v, dout, dq, dk, dv)
+    lies = (*(x.stride() for x in big), any(x.data_ptr() % 16 for x in big), flags_q is None)
+
+    def prepare() -> tuple[Launch, Launch]:
+        return _prepared(*big, scale, causal_offset, config, flags_q is not None)
+
+    keys, queries = remembered({} if memo is None else memo, ("hopper backward", *lies), prepare)
+    keys.start((q, k, v, dout, lse, delta, dk, dv, flags_kv))
+    queries.start((q, k, v, dout, lse, delta, dq, flags_q))
+
+
+def _prepared(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, dq: torch.Tensor,
+    dk: torch.Tensor, dv: torch.Tensor, scale: float, causal_offset: int | None,
+    config: BackwardConfig, with_flags: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """The launches for dk and dv, and for dq."""
+    batch, heads_q, seq_q, head_dim = q.shape
+    heads_k, seq_k = k.shape[1], k.shape[2]
     group = heads_q // heads_k
     causal = causal_offset is not None
     offset = causal_offset if causal_offset is not None else 0
@@ -86,33 +107,61 @@ def launch(
 
     dk_strides, dv_strides, vector = _out_strides(dk, dv)
     n_heads = batch * heads_k
-    dkdv_kernel[(triton.cdiv(seq_k, dkdv.block_k) * n_heads,)](
-        _descriptor(q, dkdv.block_q, padded),
-        _descriptor(k, WARPGROUP_ROWS, padded),
-        _descriptor(v, WARPGROUP_ROWS, padded),
-        _descriptor(dout, dkdv.block_q, padded),
-        lse, delta, dk, dv, flags_kv,
-        seq_q, seq_k, heads_q, heads_k, group, head_dim // vector,
-        n_heads, heads_at_once(n_heads, seq_q * group, padded, causal), offset, scale, scale_log2,
-        *dk_strides, *dv_strides,
-        **_dkdv_constants(config, causal, flags_kv is not None, vector),
-        **_options(dkdv.warpgroups),
+    keys = _launch(
+        dkdv_kernel,
+        triton.cdiv(seq_k, dkdv.block_k) * n_heads,
+        (
+            _descriptor(q, dkdv.block_q, padded),
+            _descriptor(k, WARPGROUP_ROWS, padded),
+            _descriptor(v, WARPGROUP_ROWS, padded),
+            _descriptor(dout, dkdv.block_q, padded),
+        ),
+        (
+            seq_q, seq_k, heads_q, heads_k, group, head_dim // vector,
+            n_heads, heads_at_once(n_heads, seq_q * group, padded, causal), offset, scale,
+            scale_log2, *dk_strides, *dv_strides,
+        ),
+        _dkdv_constants(config, causal, with_flags, vector),
+        _options(dkdv.warpgroups),
     )  # fmt: skip
 
     dq_strides, vector = _out_strides(dq)
     n_heads = batch * heads_q
-    dq_kernel[(triton.cdiv(seq_q, dq_tile.block_q) * n_heads,)](
-        _descriptor(q, WARPGROUP_ROWS, padded),
-        _descriptor(k, dq_tile.block_k, padded),
-        _descriptor(v, dq_tile.block_k, padded),
-        _descriptor(dout, WARPGROUP_ROWS, padded),
-        lse, delta, dq, flags_q,
-        seq_q, seq_k, heads_q, group, head_dim // vector,
-        n_heads, heads_at_once(n_heads, seq_k, padded, causal), offset, scale, scale_log2,
-        *dq_strides,
-        **_dq_constants(config, causal, flags_q is not None, vector),
-        **_options(dq_tile.warpgroups),
+    queries = _launch(
+        dq_kernel,
+        triton.cdiv(seq_q, dq_tile.block_q) * n_heads,
+        (
+            _descriptor(q, WARPGROUP_ROWS, padded),
+            _descriptor(k, dq_tile.block_k, padded),
+            _descriptor(v, dq_tile.block_k, padded),
+            _descriptor(dout, WARPGROUP_ROWS, padded),
+        ),
+        (
+            seq_q, seq_k, heads_q, group, head_dim // vector,
+            n_heads, heads_at_once(n_heads, seq_k, padded, causal), offset, scale, scale_log2,
+            *dq_strides,
+        ),
+        _dq_constants(config, causal, with_flags, vector),
+        _options(dq_tile.warpgroups),
     )  # fmt: skip
+    return keys, queries
+
+
+def _launch(
+    kernel: Any,
+    programs: int,
+    boxes: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+) -> Launch:
+    order = [p.name for p in kernel.params if p.name in constants]
+
+    def first(*arrays: Any) -> Any:
+        return kernel[(programs,)](*arrays, *numbers, **constants, **options)
+
+    rest = (*numbers, *(constants[name] for name in order))
+    return Launch(first, programs, rest, dict(enumerate(boxes)))
 
 
 def compile_ahead(

@@ -20,7 +20,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from portattn.backends.triton_jit.dispatch import moved
+from portattn.backends.triton_jit.dispatch import Launch
 from portattn.backends.triton_jit.hopper_forward_tiles import (
     WARPGROUP_ROWS,
     attend_partition,
@@ -214,8 +214,8 @@ def launch(
     q, k, v: (B, H, S, D), float16 or bfloat16, last stride 1, other strides and base multiples of
         16 bytes. out: (B, Hq, Sq, Dv), any strides.
     lse: (B, Hq, Sq), float32, natural logarithm; or None.
-    flags: contiguous int32, (B * Hq, row tiles), the last row tile first; or None. An entry is
-        not 0 where a row of that tile holds NaN or inf: each consumer warpgroup owns one byte.
+    flags: contiguous int32, (B * Hq, row tiles); or None. An entry is not 0 where a row of that
+        tile holds NaN or inf: each consumer warpgroup owns one byte.
     causal_offset: key j is visible to query i where j <= i + causal_offset; None: all keys.
     grid_size: programs; fewer than tiles make each walk several. head_group: how many
         (batch, head) pairs share the order of tiles, longest rows first.
@@ -253,13 +253,11 @@ class Prepared:
         n_tiles = row_tiles * heads_total
         q_block, kv_block = _block_shapes(config)
         layout = _layout()
-        self.boxes = [
+        boxes = [
             _descriptor(q, q_block, layout),
             _descriptor(k, kv_block, layout),
             _descriptor(v, kv_block, layout),
         ]
-        for box in self.boxes:
-            box.base = None  # what is prepared outlives the arrays
         out_strides = _strides(out, 4)
         unit_columns = out_strides[3] == 1
         vectors = (
@@ -274,8 +272,8 @@ class Prepared:
         if abs(scale_log2) < SMALLEST_SCALE:
             # A scale of zero would turn the -inf of hidden keys into NaN.
             scale_log2 = SMALLEST_SCALE
-        self.programs = min(grid_size, n_tiles)
-        self.numbers = (
+        programs = min(grid_size, n_tiles)
+        numbers = (
             *out_strides,
             *([0, 0, 0] if lse is None else _strides(lse, 3)),
             n_tiles,
@@ -290,7 +288,7 @@ class Prepared:
             0 if causal_offset is None else causal_offset,
             scale_log2,
         )
-        self.constants = {
+        constants = {
             "STAGES": config.stages,
             "NUM_CONSUMERS": num_consumers,
             "CAUSAL": causal_offset is not None,
@@ -300,24 +298,19 @@ class Prepared:
             "OUT_VECTOR": 8 if vectors else 1,
             "OUT_UNIT_COLUMNS": unit_columns,
         }
-        self.options = {"num_warps": config.num_warps, "maxnreg": config.maxnreg}
-        self.started: Any = None
+        options = {"num_warps": config.num_warps, "maxnreg": config.maxnreg}
+
+        def first(*arrays: Any) -> Any:
+            return hopper_forward_kernel[(programs,)](*arrays, *numbers, **constants, **options)
+
+        rest = (*numbers, *constants.values())
+        self._launch = Launch(first, programs, rest, dict(enumerate(boxes)))
 
     def start(self, q: Any, k: Any, v: Any, out: Any, lse: Any, flags: Any) -> None:
-        """Launch on these arrays; after the first time without Triton's sorting of arguments."""
-        args = (
-            *(moved(box, x) for box, x in zip(self.boxes, (q, k, v), strict=True)),
-            out,
-            out if lse is None else lse,
-            out if flags is None else flags,
-            *self.numbers,
+        """Launch on these arrays, of which only the addresses count now."""
+        self._launch.start(
+            (q, k, v, out, out if lse is None else lse, out if flags is None else flags)
         )
-        if self.started is None:
-            self.started = hopper_forward_kernel[(self.programs,)](
-                *args, **self.constants, **self.options
-            )
-        else:
-            self.started[(self.programs, 1, 1)](*args, *self.constants.values())
 
 
 def compile_ahead(

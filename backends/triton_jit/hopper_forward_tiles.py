@@ -484,7 +484,7 @@ def _store_rows(
         own_rows = gl.arange(0, WARPGROUP_ROWS, wrong.type.layout)
         # Each warpgroup owns one byte of the tile's word, so that none waits for another: it
         # clears the byte, and the rows that hold NaN or inf set it.
-        entry = batch_head.to(gl.int64) * row_tiles + (row_tiles - 1 - row_tile)
+        entry = batch_head.to(gl.int64) * row_tiles + row_tile
         word = flags_ptr.to(gl.pointer_type(gl.int8)) + entry * 4
         gl.store(word + WARPGROUP, 0)
         _barrier()

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from portattn.backends.triton_jit import compiler_key
+
 
 def usable() -> None:
     """See to it that compiled kernels can be kept; before the first compilation of a process, and
@@ -28,6 +30,7 @@ def usable() -> None:
 
     if knobs.cache.manager_class is None:
         knobs.cache.manager_class = _manager()
+        compiler_key.remember()
 
 
 _LAUNCHES = threading.RLock()

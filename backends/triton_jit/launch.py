@@ -7,15 +7,16 @@ and nothing is read back to the host.
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from portattn.arrays import Array
 from portattn.backends.triton_jit.config import Config
-from portattn.backends.triton_jit.launch_gradients import gradients
 from portattn.backends.triton_jit.launch_portable import portable_forward
-from portattn.backends.triton_jit.tensors import Tensors, walkable
+from portattn.backends.triton_jit.tensors import Tensors
 from portattn.contract import Call
 from portattn.problem import Problem
 
@@ -25,6 +26,9 @@ def run(problem: Problem, config: Config, call: Call) -> None:
     tensors = Tensors(problem, call)
     with _placed(call.q, tensors.q):
         if problem.backward:
+            # The first call of a process waits for what is imported: only for its own pass.
+            from portattn.backends.triton_jit.launch_gradients import gradients
+
             gradients(problem, config, tensors)
         else:
             forward(problem, config, tensors)
@@ -32,39 +36,45 @@ def run(problem: Problem, config: Config, call: Call) -> None:
 
 def forward(problem: Problem, config: Config, t: Tensors) -> None:
     """Launch the forward pass that ``config`` states."""
-    if config.hopper is not None and _hopper_reads(problem, t):
+    if config.hopper is not None:
         # Gluon is only there in the Triton releases that this mechanism speaks.
-        from portattn.backends.triton_jit.launch_hopper import forward as hopper_forward
+        from portattn.backends.triton_jit import launch_hopper
 
-        hopper_forward(problem, config, t)
-        return
+        if launch_hopper.forward(problem, config, t):
+            return
     portable_forward(problem, config, t)
 
 
-def _hopper_reads(problem: Problem, t: Tensors) -> bool:
-    """Whether the tensor memory accelerator can walk q, k and v as they lie."""
-    size = t.q.element_size()
-    for x in (t.q, t.k, t.v):
-        strides = t.strides(x)
-        shape = x.shape if problem.layout == "bhsd" else [x.shape[i] for i in (0, 2, 1, 3)]
-        if x.data_ptr() % 16 or walkable(shape, strides, size) is None:
-            return False
-    return True
-
-
 @contextlib.contextmanager
+def _on(device: Any, stream: int | None) -> Iterator[None]:
+    """``device``, and a stream of it by its address; None: the one that is current there."""
+    with torch.cuda.device(device):
+        if stream is None:
+            yield
+            return
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+            yield
+
+
+_HERE = contextlib.nullcontext()
+_seen = threading.local()
+
+
 def _placed(array: Array, q: Any) -> Any:
     """The device of the arrays, and the stream that their framework uses now."""
     if not q.is_cuda:
-        yield
-        return
-    with torch.cuda.device(q.device):
-        stream = _stream_of(array)
-        if stream is None:
-            yield
-        else:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=q.device)):
-                yield
+        return _HERE
+    index = q.device.index
+    if index not in _seen.__dict__:
+        # What Triton asks of the driver is about the thread's context, and a new thread has none
+        # until torch's runtime has something to do in it.
+        with torch.cuda.device(index):
+            torch.cuda.Event().record()
+        _seen.__dict__[index] = True
+    stream = None if array.family == "torch" else _stream_of(array)
+    if stream is None and torch._C._cuda_getDevice() == index:
+        return _HERE
+    return _on(q.device, stream)
 
 
 def _stream_of(array: Array) -> int | None:

@@ -20,7 +20,8 @@ from portattn.backends.triton_jit.backward_keys import dkdv_kernel
 from portattn.backends.triton_jit.backward_plan import BackwardTiles, Tile
 from portattn.backends.triton_jit.backward_sums import dbias_kernel, delta_kernel, sums_kernel
 from portattn.backends.triton_jit.config import padded
-from portattn.backends.triton_jit.dispatch import dispatch, remembered
+from portattn.backends.triton_jit.dispatch import Straight, dispatch, remembered
+from portattn.backends.triton_jit.scoring import REPAIRED
 
 kernel_cache.one_at_a_time(dkdv_kernel, dq_kernel, dbias_kernel, delta_kernel, sums_kernel)
 
@@ -186,6 +187,10 @@ class _Common:
                 stride = tensor.stride(n) if axis == "sd" else tensor.stride(n) // unit
             self.values[f"{name}_{axis}"] = stride
 
+    def programs(self, tiles: int) -> int:
+        """Programs for so many tiles."""
+        return _blocks(tiles, REPAIRED.value) if self.values["FLAGS"] else tiles
+
     def launch(self, kernel: Any, programs: int, tile: Tile, **more: Any) -> None:
         """Launch with those of the arguments that the kernel takes."""
         if programs == 0:
@@ -196,11 +201,12 @@ class _Common:
         constants = tuple([args[n] for n in _constants(kernel)])
         key = (id(kernel), tile, constants, tuple([x is None for x in args]))
         memo = self.call.memo
-        started = memo.get(key)
-        if started is not None:
-            started[(programs, 1, 1)](*args)
+        straight = memo.get(key)
+        if straight is not None and straight.usable():
+            straight.start(programs, args)
         else:
-            remembered(memo, key, lambda: dispatch(kernel, programs, tile, *args))
+            compiled = dispatch(kernel, programs, tile, *args)
+            remembered(memo, key, lambda: Straight.of(compiled))
 
 
 @functools.cache
@@ -262,9 +268,10 @@ def _run_keys(call: Backward, common: _Common, tile: Tile) -> None:
         # a tile lies within one page
         tile = replace(tile, block_k=min(tile.block_k, padded(length)), num_stages=1)
     tiles = _blocks(length, tile.block_k)
+    total = tiles * call.heads_k * owners
     common.launch(
-        dkdv_kernel, tiles * call.heads_k * owners, tile,
-        tiles=tiles, page_users=users, page_starts=starts, blocks_each=each,
+        dkdv_kernel, common.programs(total), tile,
+        total=total, tiles=tiles, page_users=users, page_starts=starts, blocks_each=each,
     )  # fmt: skip
 
 
@@ -282,9 +289,10 @@ def _page_users(call: Backward) -> tuple[Tensor, Tensor]:
 
 def _run_queries(call: Backward, common: _Common, tile: Tile, dbias: Tensor | None) -> None:
     tiles = _blocks(call.seq_q, tile.block_q)
+    total = tiles * call.heads_q * call.batch
     common.launch(
-        dq_kernel, tiles * call.heads_q * call.batch, tile,
-        tiles=tiles, dbias=dbias, DBIAS=dbias is not None,
+        dq_kernel, common.programs(total), tile,
+        total=total, tiles=tiles, dbias=dbias, DBIAS=dbias is not None,
     )  # fmt: skip
 
 

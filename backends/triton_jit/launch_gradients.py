@@ -9,7 +9,7 @@ from typing import Any
 
 from portattn.backends.triton_jit import launch_backward
 from portattn.backends.triton_jit.config import Config
-from portattn.backends.triton_jit.tensors import Tensors, band, walkable
+from portattn.backends.triton_jit.tensors import Tensors, band
 from portattn.problem import Problem
 
 
@@ -21,20 +21,14 @@ def gradients(problem: Problem, made: Config, t: Tensors) -> None:
                 gradient.zero_()
         return
     call = _call(problem, made, t)
-    if made.hopper is not None and _hopper_reads(call):
+    if made.hopper is not None:
         # Gluon is only there in the Triton releases that this mechanism speaks.
-        from portattn.backends.triton_jit.launch_hopper import backward
+        from portattn.backends.triton_jit import launch_hopper
 
-        backward(problem, made, call)
-        return
+        if launch_hopper.readable(call.q, call.k, call.v, call.dout):
+            launch_hopper.backward(problem, made, call)
+            return
     launch_backward.run(call, made.backward)
-
-
-def _hopper_reads(call: launch_backward.Backward) -> bool:
-    return all(
-        x.data_ptr() % 16 == 0 and walkable(x.shape, x.stride(), x.element_size()) is not None
-        for x in (call.q, call.k, call.v, call.dout)
-    )
 
 
 def _call(problem: Problem, made: Config, t: Tensors) -> launch_backward.Backward:

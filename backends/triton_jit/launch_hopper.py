@@ -7,27 +7,22 @@ by the portable kernel, which tells hidden from visible. No flag is read on the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portattn.backends.triton_jit import (
-    hopper_backward,
-    hopper_forward,
-    hopper_policy,
-    kernel_cache,
-    launch_backward,
-)
+from portattn.backends.triton_jit import hopper_forward, hopper_policy, kernel_cache
 from portattn.backends.triton_jit.config import Config
 from portattn.backends.triton_jit.dispatch import remembered
-from portattn.backends.triton_jit.hopper_backward_dkdv import dkdv_kernel
-from portattn.backends.triton_jit.hopper_backward_dq import dq_kernel
 from portattn.backends.triton_jit.hopper_forward import hopper_forward_kernel
-from portattn.backends.triton_jit.launch_portable import portable_forward
-from portattn.backends.triton_jit.tensors import Tensors
+from portattn.backends.triton_jit.launch_portable import Prepared as Repair
+from portattn.backends.triton_jit.tensors import Tensors, walkable
 from portattn.problem import Problem
 
-kernel_cache.one_at_a_time(hopper_forward_kernel, dkdv_kernel, dq_kernel)
+if TYPE_CHECKING:
+    from portattn.backends.triton_jit.launch_backward import Backward
+
+kernel_cache.one_at_a_time(hopper_forward_kernel)
 
 
 def causal_offset(problem: Problem) -> int | None:
@@ -42,42 +37,65 @@ def heads_second(problem: Problem, x: Any) -> Any:
     return x if problem.layout == "bhsd" else x.transpose(1, 2)
 
 
-def forward(problem: Problem, made: Config, t: Tensors) -> None:
-    """The forward pass."""
-    tile = made.hopper
+def forward(problem: Problem, made: Config, t: Tensors) -> bool:
+    """The forward pass; False where the tensor memory accelerator cannot walk q, k or v as they
+    lie, and nothing was done."""
+    ready = remembered(made.memo, ("hopper", *t.lies()), lambda: _prepared(problem, made, t))
+    if isinstance(ready, str):
+        return False
+    launch, count, repair = ready
+    flags = torch.empty(count, dtype=torch.int32, device=t.q.device) if count else None
+    launch.start(t.q, t.k, t.v, t.out, t.lse, flags)
+    if repair is not None:
+        repair.start(t, flags)
+    return True
+
+
+def _prepared(
+    problem: Problem, made: Config, t: Tensors
+) -> tuple[hopper_forward.Prepared, int, Any] | str:
+    """The launch, its number of flags and what repairs; or what is in the way."""
     q, k, v, out = (heads_second(problem, x) for x in (t.q, t.k, t.v, t.out))
-    lies = ("hopper", *t.lies(0))
+    if not readable(q, k, v):
+        return "strides or addresses that are no multiples of 16 bytes"
+    tile = made.hopper
     row_tiles = -(-problem.seq_q // tile.block_q)
     heads = problem.batch * problem.heads_q
     offset = causal_offset(problem)
-    flags = None
-    if offset is not None:
-        flags = torch.empty(heads * row_tiles, dtype=torch.int32, device=t.q.device)
-
-    def prepare() -> hopper_forward.Prepared:
-        count = torch.cuda.get_device_properties(t.q.device).multi_processor_count
-        return hopper_forward.Prepared(
-            q,
-            k,
-            v,
-            out,
-            t.lse,
-            flags is not None,
-            scale=problem.scale,
-            causal_offset=offset,
-            config=tile,
-            grid_size=hopper_policy.grid(problem, row_tiles * heads, count),
-            head_group=hopper_policy.head_group(problem),
-        )
-
-    ready = remembered(made.memo, lies, prepare)
-    ready.start(q, k, v, out, t.lse, flags)
-    if flags is not None:
-        portable_forward(problem, made, t, flags=flags, flag_rows=tile.block_q)
+    launch = hopper_forward.Prepared(
+        q,
+        k,
+        v,
+        out,
+        t.lse,
+        offset is not None,
+        scale=problem.scale,
+        causal_offset=offset,
+        config=tile,
+        grid_size=hopper_policy.grid(
+            problem,
+            row_tiles * heads,
+            torch.cuda.get_device_properties(t.q.device).multi_processor_count,
+        ),
+        head_group=hopper_policy.head_group(problem),
+    )
+    if offset is None:
+        return launch, 0, None
+    return launch, row_tiles * heads, Repair(problem, made, t, tile.block_q)
 
 
-def backward(problem: Problem, made: Config, call: launch_backward.Backward) -> None:
+def readable(*arrays: Any) -> bool:
+    """Whether the tensor memory accelerator can walk arrays (B, H, S, D) as they lie."""
+    return all(
+        x.data_ptr() % 16 == 0 and walkable(x.shape, x.stride(), x.element_size()) is not None
+        for x in arrays
+    )
+
+
+def backward(problem: Problem, made: Config, call: Backward) -> None:
     """The backward pass: delta by the portable kernel, the gradients by hopper's two."""
+    from portattn.backends.triton_jit import hopper_backward, launch_backward
+
     tiles = made.hopper
     offset = causal_offset(problem)
     device = call.q.device
@@ -87,12 +105,9 @@ def backward(problem: Problem, made: Config, call: launch_backward.Backward) -> 
     if offset is not None:
         keys = -(-problem.seq_k // tiles.dkdv.block_k)
         rows = -(-problem.seq_q // tiles.dq.block_q)
-        flags_kv = torch.empty(
-            (problem.batch * problem.heads_k, keys), dtype=torch.int32, device=device
-        )
-        flags_q = torch.empty(
-            (problem.batch * problem.heads_q, rows), dtype=torch.int32, device=device
-        )
+        sizes = [problem.batch * problem.heads_k * keys, problem.batch * problem.heads_q * rows]
+        both = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        flags_kv, flags_q = both.split(sizes)
     hopper_backward.launch(
         call.q,
         call.k,
@@ -108,6 +123,7 @@ def backward(problem: Problem, made: Config, call: launch_backward.Backward) -> 
         config=tiles,
         flags_kv=flags_kv,
         flags_q=flags_q,
+        memo=made.memo,
     )
     if offset is not None:
         steps = (tiles.dkdv.block_k, tiles.dq.block_q)

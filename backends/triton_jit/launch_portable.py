@@ -14,56 +14,44 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from portattn.backends.triton_jit import config as plans
 from portattn.backends.triton_jit import kernel_cache
 from portattn.backends.triton_jit.config import Config
-from portattn.backends.triton_jit.dispatch import again, moved, remembered
+from portattn.backends.triton_jit.dispatch import Launch, dispatch, remembered
 from portattn.backends.triton_jit.forward import combine_kernel, forward_kernel
+from portattn.backends.triton_jit.scoring import REPAIRED
 from portattn.backends.triton_jit.tensors import Tensors, band, walkable, wide
 from portattn.problem import Problem
 
 kernel_cache.one_at_a_time(forward_kernel, combine_kernel)
 
 
-def portable_forward(
-    problem: Problem, config: Config, t: Tensors, *, flags: Any = None, flag_rows: int = 0
-) -> None:
-    """The portable mechanism; with ``flags``, only those tiles of ``flag_rows`` rows."""
-    ready = remembered(
-        config.memo, t.lies(flag_rows), lambda: Prepared(problem, config, t, flag_rows)
-    )
-    ready.start(t, flags)
+def portable_forward(problem: Problem, config: Config, t: Tensors) -> None:
+    """The portable mechanism."""
+    remembered(config.memo, t.lies(), lambda: Prepared(problem, config, t)).start(t, None)
 
 
 class Prepared:
-    """The launches of one plan for arrays that lie in one way: everything but the addresses.
+    """The launches of one plan for arrays that lie in one way; with ``flag_rows``, what repairs the
+    tiles of so many rows whose flag is set."""
 
-    The first launch goes through Triton, which compiles and caches; the later ones start what that
-    returned, which saves the sorting of some eighty arguments.
-    """
+    __slots__ = ("boxed", "combine", "constants", "forward", "part_columns", "part_rows")
 
-    __slots__ = (
-        "boxes", "combine", "combine_started", "config", "constants", "numbers", "part_rows",
-        "programs", "rows", "started",
-    )  # fmt: skip
-
-    def __init__(self, problem: Problem, config: Config, t: Tensors, flag_rows: int):
+    def __init__(self, problem: Problem, config: Config, t: Tensors, flag_rows: int = 0):
         tile, pack = config.tile, config.pack
-        self.config = config
-        self.started = self.combine_started = None
         q_s, k_s, v_s = t.strides(t.q), t.strides(t.k, key=True), t.strides(t.v, key=True)
         o_s = t.strides(t.out)
         vec = _vector(problem, (t.q, t.k, t.v, t.out), (q_s, k_s, v_s, o_s))
-        self.boxes = None
-        if config.tma and vec > 1 and not problem.paged:
-            self.boxes = _boxes(problem, config, t, (k_s, v_s))
+        boxes = None
+        if config.tma and vec > 1 and not problem.paged and not flag_rows:
+            boxes = _boxes(problem, config, t, (k_s, v_s))
         inner = q_s[3] == k_s[3] == v_s[3] == o_s[3] == 1
         units = [n // vec if i < 3 else n for s in (q_s, k_s, v_s, o_s) for i, n in enumerate(s)]
         tiles = -(-problem.seq_q * pack // tile.block_q)
-        self.programs = problem.batch * (problem.heads_q // pack) * config.splits * tiles
+        total = problem.batch * (problem.heads_q // pack) * config.splits * tiles
         left, right = band(problem)
         lse_s = t.lse_strides()
         dims = (problem.heads_k, problem.group, pack, problem.seq_q)
-        self.numbers = (
+        numbers = (
             problem.scale, problem.softcap or 0.0, *dims, problem.seq_k,
-            problem.head_dim // vec, problem.head_dim_v // vec, tiles, config.splits,
+            problem.head_dim // vec, problem.head_dim_v // vec, total, tiles, config.splits,
             config.split_keys, problem.block_size or 1, left or 0, right or 0,
             int(problem.alignment == "bottom_right"), *units, *lse_s, *wide(t.bias), *wide(t.mask),
             t.slopes.stride(0) if t.slopes is not None and t.slopes.ndim == 2 else 0,
@@ -76,49 +64,67 @@ class Prepared:
             "SINKS": t.sinks is not None, "PACKED_Q": problem.packed, "PACKED_K": t.packed_k,
             "USED": t.used is not None, "PAGED": problem.paged, "PACK": pack > 1,
             "SPLIT": config.splits > 1, "LSE": t.lse is not None, "FLAGS": flag_rows,
-            "TMA": self.boxes is not None, "INNER": inner, "VEC": vec,
-            "PRECISION": problem.precision, "EVEN_D": problem.head_dim == config.block_d,
+            "EARLY": config.tma, "TMA": boxes is not None, "INNER": inner, "VEC": vec,
+            "PRECISION": problem.precision, "NEGATIVE": problem.scale < 0,
+            "EVEN_D": problem.head_dim == config.block_d,
             "EVEN_DV": problem.head_dim_v == config.block_dv, "BLOCK_Q": tile.block_q,
             "BLOCK_K": tile.block_k, "BLOCK_D": config.block_d, "BLOCK_DV": config.block_dv,
         }  # fmt: skip
-        self.part_rows = self.programs * tile.block_q if config.splits > 1 else 0
-        self.rows = problem.batch * problem.heads_q * problem.seq_q
-        self.combine = (
-            (*dims, problem.head_dim_v, tiles, config.splits, *o_s, *lse_s),
-            {
-                "SINKS": t.sinks is not None, "PACKED_Q": problem.packed, "PACK": pack > 1,
-                "LSE": t.lse is not None, "BLOCK_Q": tile.block_q, "BLOCK_DV": config.block_dv,
-                "BLOCK_S": max(2, 4096 // config.block_dv),
-            },
-        )  # fmt: skip
+        programs = -(-total // REPAIRED.value) if flag_rows else total
+        self.forward = _launch(forward_kernel, programs, tile, numbers, self.constants, boxes)
+        self.boxed = boxes is not None
+        self.combine = None
+        self.part_columns = config.block_dv
+        self.part_rows = total * tile.block_q if config.splits > 1 else 0
+        if self.part_rows:
+            self.combine = _launch(
+                combine_kernel, problem.batch * problem.heads_q * problem.seq_q, _COMBINE,
+                (*dims, problem.head_dim_v, tiles, config.splits, *o_s, *lse_s),
+                {
+                    "SINKS": t.sinks is not None, "PACKED_Q": problem.packed, "PACK": pack > 1,
+                    "LSE": t.lse is not None, "EARLY": config.tma, "BLOCK_Q": tile.block_q,
+                    "BLOCK_DV": config.block_dv, "BLOCK_S": max(2, 4096 // config.block_dv),
+                },
+                early=config.tma,
+            )  # fmt: skip
 
     def start(self, t: Tensors, flags: Any) -> None:
         """Launch on these arrays."""
-        part = part_lse = k_desc = v_desc = None
+        part = part_lse = None
         if self.part_rows:
-            new = torch.empty
-            columns = self.config.block_dv
-            part = new((self.part_rows, columns), dtype=torch.float32, device=t.q.device)
-            part_lse = new(self.part_rows, dtype=torch.float32, device=t.q.device)
-        if self.boxes is not None:
-            k_desc, v_desc = moved(self.boxes[0], t.k), moved(self.boxes[1], t.v)
-        self.started = again(
-            self.started, forward_kernel, self.programs, self.config.tile,
+            shape = (self.part_rows, self.part_columns)
+            part = torch.empty(shape, dtype=torch.float32, device=t.q.device)
+            part_lse = torch.empty(self.part_rows, dtype=torch.float32, device=t.q.device)
+        k_box, v_box = (t.k, t.v) if self.boxed else (None, None)
+        self.forward.start(
             (
-                t.q, t.k, t.v, k_desc, v_desc, t.out, t.lse, part, part_lse, t.bias, t.mask,
-                t.slopes, t.sinks, t.cu_q, t.cu_k, t.used, t.table, flags, *self.numbers,
-            ),
-            self.constants,
+                t.q, t.k, t.v, k_box, v_box, t.out, t.lse, part, part_lse, t.bias, t.mask,
+                t.slopes, t.sinks, t.cu_q, t.cu_k, t.used, t.table, flags,
+            )
         )  # fmt: skip
-        if self.part_rows:
-            numbers, constants = self.combine
-            self.combine_started = again(
-                self.combine_started, combine_kernel, self.rows, _COMBINE,
-                (part, part_lse, t.out, t.lse, t.sinks, t.cu_q, *numbers), constants,
-            )  # fmt: skip
+        if self.combine is not None:
+            self.combine.start((part, part_lse, t.out, t.lse, t.sinks, t.cu_q))
 
 
-_COMBINE = plans.Tile(1, 1, 4, 1, 0)
+def _launch(
+    kernel: Any,
+    programs: int,
+    tile: Any,
+    numbers: tuple[Any, ...],
+    constants: dict[str, Any],
+    boxes: Any = None,
+    *,
+    early: bool = False,
+) -> Launch:
+    """``constants`` are the last parameters of the kernel, in its order."""
+
+    def first(*arrays: Any) -> Any:
+        return dispatch(kernel, programs, tile, *arrays, *numbers, early=early, **constants)
+
+    return Launch(first, programs, (*numbers, *constants.values()), boxes)
+
+
+_COMBINE = plans.Tile(1, 1, 4, 1, 0, 0)
 
 
 def _vector(problem: Problem, arrays: Any, strides: Any) -> int:
@@ -131,12 +137,17 @@ def _vector(problem: Problem, arrays: Any, strides: Any) -> int:
     return 1 if any(x.data_ptr() % 16 for x in arrays) else vec
 
 
+_K_BOX, _V_BOX = 3, 4
+"""Where the descriptors stand among the arrays."""
+
+
 def _boxes(problem: Problem, config: Config, t: Tensors, strides: Any) -> Any:
     """Descriptors of k and v, (B, H, S, D), or None where the hardware cannot walk one. A box
     that passes an end reads zeros."""
-    found = []
-    for x, steps, columns in zip(
-        (t.k, t.v), strides, (config.block_d, config.block_dv), strict=True
+    found = {}
+    for at, x, steps, columns in (
+        (_K_BOX, t.k, strides[0], config.block_d),
+        (_V_BOX, t.v, strides[1], config.block_dv),
     ):
         if problem.packed:
             shape = [1, x.shape[1], x.shape[0], x.shape[2]]
@@ -147,7 +158,5 @@ def _boxes(problem: Problem, config: Config, t: Tensors, strides: Any) -> Any:
         taken = walkable(shape, steps, x.element_size())
         if taken is None:
             return None
-        box = TensorDescriptor(x, shape, taken, [1, 1, config.tile.block_k, columns])
-        box.base = None  # a plan outlives the arrays
-        found.append(box)
+        found[at] = TensorDescriptor(x, shape, taken, [1, 1, config.tile.block_k, columns])
     return found

@@ -51,10 +51,10 @@ def rows(device: str, key: str) -> list[list[int]] | None:
 
 
 def _sound(row: list[int]) -> bool:
-    if len(row) != 5:
+    if len(row) != 6:
         return False
-    block_q, block_k, warps, stages, shared = row
+    block_q, block_k, warps, stages, shared, masked = row
     powers = all(n > 0 and n & (n - 1) == 0 for n in (block_q, block_k, warps))
     return (
         powers and 16 <= block_q <= WIDEST and block_k >= 16 and warps <= 16 and 1 <= stages <= 8
-    ) and shared > 0
+    ) and 0 < shared <= masked

@@ -76,6 +76,18 @@ def reasons(problem: Problem, on: Target) -> list[Reason]:
                 "Triton compiles for no older device; backend='numpy' takes host arrays",
             )
         )
+    # torch holds no negative stride, and ends the process over one on a device (BUG-037).
+    module = "numpy" if problem.device == "cpu" else "cupy"
+    found += [
+        Reason(
+            "negative_strides",
+            name,
+            "negative strides",
+            "strides of at least 0, as torch tensors have",
+            f"give a contiguous copy, such as {module}.ascontiguousarray({name})",
+        )
+        for name in problem.negative_strides
+    ]
     dtypes = interpreted.DTYPES if interpreted.on() else tuple(ITEM)
     if problem.dtype not in dtypes:
         hint = "cast to one of these; backend='numpy' takes float64 host arrays"
@@ -99,7 +111,7 @@ def reasons(problem: Problem, on: Target) -> list[Reason]:
         tiles = config.candidates(
             problem, on.capability, few=config.few_rows(problem), device=on.name
         )
-        least = min((t.shared_bytes for t in tiles), default=None)
+        least = min((t.needs(config.is_masked(problem)) for t in tiles), default=None)
         found.append(_no_tile(problem, on, least))
     elif problem.backward and backward_tiles(problem, on) is None:
         least = min((_backward_bytes(problem, t) for t in _backward(problem)), default=None)
@@ -125,12 +137,12 @@ def _no_tile(problem: Problem, on: Target, least: int | None) -> Reason:
 
 def forward_tile(problem: Problem, on: Target) -> Tile | None:
     """The portable forward tile, or None."""
-    few = config.few_rows(problem)
+    few, masked = config.few_rows(problem), config.is_masked(problem)
     tiles = config.candidates(problem, on.capability, few=few, device=on.name)
     if few:
         rows = problem.seq_q * (problem.group if config.packs(problem) else 1)
-        return config.rows_tile(tiles, rows, on.shared_memory)
-    return next((t for t in tiles if t.shared_bytes <= on.shared_memory), None)
+        return config.rows_tile(tiles, rows, on.shared_memory, masked=masked)
+    return next((t for t in tiles if t.needs(masked) <= on.shared_memory), None)
 
 
 def backward_tiles(problem: Problem, on: Target) -> backward_plan.BackwardTiles | None:
@@ -170,7 +182,7 @@ def plan(problem: Problem, on: Target, triton: str | None) -> Plan:
         pack=pack,
         splits=splits,
         split_keys=keys,
-        tma=tma(problem, on),
+        tma=tma(on),
         hopper=hopper,
         backward=backward_tiles(problem, on) if problem.backward else None,
         limits=on.limits,
@@ -187,7 +199,7 @@ def plan(problem: Problem, on: Target, triton: str | None) -> Plan:
         shared = _backward_bytes(problem, made.backward)
     else:
         shape = (("block_q", tile.block_q), ("block_k", tile.block_k), ("splits", splits))
-        shared = tile.shared_bytes
+        shared = tile.needs(config.is_masked(problem))
     note = why or "inputs whose rows do not start at 16 bytes run on portable"
     return Plan(
         mechanism=made.mechanism,
@@ -199,12 +211,10 @@ def plan(problem: Problem, on: Target, triton: str | None) -> Plan:
     )
 
 
-def tma(problem: Problem, on: Target) -> bool:
-    """Whether keys and values come by the tensor memory accelerator, whose descriptors cost the
-    host some twenty microseconds a call. The numbers are the same either way."""
-    scores = problem.heads_q * problem.seq_q * problem.seq_k
-    hopper = config.family(on.capability) == "sm_90"
-    return hopper and not interpreted.on() and scores >= config.TMA_SCORES
+def tma(on: Target) -> bool:
+    """Whether keys and values come by the tensor memory accelerator where they are aligned. The
+    numbers are the same either way."""
+    return config.family(on.capability) == "sm_90" and not interpreted.on()
 
 
 def workspace_bytes(problem: Problem, made: Config) -> int:

@@ -13,6 +13,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+REPAIRED = tl.constexpr(32)
+"""Tiles that one program looks after in a launch that repairs what flags mark: few are marked, and
+starting a program takes longer than finding that it has nothing to do."""
 
 
 @triton.jit
@@ -43,12 +46,22 @@ def lengths(
 
 
 @triton.jit
-def flagged(flags, row, count, first, last):
-    """Whether any of the flags that ``first`` to ``last`` fall under is set, in row ``row`` of
-    ``count`` flags. A tile that is no longer than two flags falls under two at most."""
-    last = tl.minimum(last, count - 1)
-    at = flags + row * count
-    return (tl.load(at + first) | tl.load(at + last)) != 0
+def marked(
+    flags, at, total, tiles, length, REVERSED: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Whether a flag is set that speaks for some row of tile ``at`` out of ``total``, ``tiles`` for
+    each head's ``length`` rows. A flag speaks for FLAGS rows, no fewer than half of the BLOCK of a
+    tile, which so falls under two at most. ``REVERSED``: a head's last rows are its first tile."""
+    tile = at % tiles
+    if REVERSED:
+        tile = tiles - 1 - tile
+    count = (length + FLAGS - 1) // FLAGS
+    there = at < total
+    row = flags + at // tiles * count
+    one = tl.load(row + tile * BLOCK // FLAGS, mask=there, other=0)
+    last = tl.minimum((tile * BLOCK + BLOCK - 1) // FLAGS, count - 1)
+    return (one | tl.load(row + last, mask=there, other=0)) != 0
 
 
 @triton.jit

@@ -1,9 +1,8 @@
 """Measuring the portable mechanism's forward tiles on the device at hand.
 
 The rule kept here: a candidate wins only if it computes what the shipped tile computes, is faster
-beyond the noise in the same rounds, and fits with every mask. One that does not compile, fit or run
-is counted and left out. The time of a tile is that of a replayed graph: the device's, not the
-host's.
+beyond the noise in the same rounds, and fits. One that does not compile, fit or run is counted and
+left out. The time of a tile is that of a replayed graph: the device's, not the host's.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import datetime
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from portattn.backends.triton_jit import config, overrides, planner
@@ -37,6 +36,9 @@ than a cache holds."""
 
 TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2, "float32": 1e-4}
 """Of the largest output: what two tiles may differ by."""
+
+
+_UNKNOWN = {"shared_bytes": 0, "masked_bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +136,18 @@ def candidates(job: Job, limit: int) -> list[Tile]:
 def _near(tile: Tile, *, free: bool) -> Iterator[Tile]:
     for stages in (tile.num_stages + 1, tile.num_stages - 1):
         if 1 <= stages <= 5:
-            yield replace(tile, num_stages=stages, shared_bytes=0)
+            yield replace(tile, num_stages=stages, **_UNKNOWN)
     for block_k in (2 * tile.block_k, tile.block_k // 2):
         if 16 <= block_k <= 128:
-            yield replace(tile, block_k=block_k, shared_bytes=0)
+            yield replace(tile, block_k=block_k, **_UNKNOWN)
     for warps in (2 * tile.num_warps, tile.num_warps // 2):
         if 2 <= warps <= 8:
-            yield replace(tile, num_warps=warps, shared_bytes=0)
+            yield replace(tile, num_warps=warps, **_UNKNOWN)
     if tile.block_k >= 32 and tile.num_stages < 5:  # the same bytes under way, in smaller steps
         half = tile.block_k // 2
-        yield replace(tile, block_k=half, num_stages=tile.num_stages + 1, shared_bytes=0)
+        yield replace(tile, block_k=half, num_stages=tile.num_stages + 1, **_UNKNOWN)
     if tile.block_k <= 64 and tile.num_warps <= 4:
-        yield replace(tile, block_k=2 * tile.block_k, num_warps=2 * tile.num_warps, shared_bytes=0)
+        yield replace(tile, block_k=2 * tile.block_k, num_warps=2 * tile.num_warps, **_UNKNOWN)
     if free:
         for block_q, warps in (
             (2 * tile.block_q, 2 * tile.num_warps),
@@ -153,7 +155,7 @@ def _near(tile: Tile, *, free: bool) -> Iterator[Tile]:
             (tile.block_q // 2, tile.num_warps),
         ):
             if 16 <= block_q <= overrides.WIDEST and warps <= 8:
-                yield replace(tile, block_q=block_q, num_warps=warps, shared_bytes=0)
+                yield replace(tile, block_q=block_q, num_warps=warps, **_UNKNOWN)
 
 
 def least_bytes(tile: Tile, head_dim: int, size: int) -> int:
@@ -211,7 +213,7 @@ def tune(
         if winner is not None:
             shipped = config.table()[config.family(on.capability)][job.key]
             lines[job.key] = merged(lines.get(job.key, shipped), winner, job.block_q)
-            entries[job.key] = [[*_shape(t), t.shared_bytes] for t in lines[job.key]]
+            entries[job.key] = [list(astuple(t)) for t in lines[job.key]]
     report(Step(total, total, "done"))
     meta = {
         **overrides.now(),
@@ -252,13 +254,12 @@ def _best(
         if share > FASTER:
             break
         try:
-            shared = tile.shared_bytes or shared_bytes(tile, job.key, on.capability)
+            won = tile if tile.shared_bytes else measured(tile, job.key, on.capability)
         except Exception:  # noqa: BLE001 - with some mask it does not compile
-            shared = on.shared_memory + 1
-        if shared > on.shared_memory:
+            won = None
+        if won is None or won.shared_bytes > on.shared_memory:
             timed, skipped = timed - 1, skipped + 1
             continue
-        won = replace(tile, shared_bytes=shared)
         counts = (timed, skipped, wrong)
         return Result(job.key, job.case, _shape(old), _shape(won), was, new, *counts), won
     base = _mean(case.base_seconds for case in cases)
@@ -270,17 +271,19 @@ def _mean(values: Any) -> float:
     return statistics.geometric_mean(values)
 
 
-def shared_bytes(tile: Tile, key: str, capability: tuple[int, int]) -> int:
-    """The most shared memory that the compiler reports for a tile with any mask."""
+def measured(tile: Tile, key: str, capability: tuple[int, int]) -> Tile:
+    """The tile with the shared memory that the compiler reports for it."""
     from portattn.backends.triton_jit import ahead
 
     kind, size, dim = key.split("/")
     dtype = "float16" if size == "2" else "float32"
     arch = 10 * capability[0] + capability[1]
-    return max(
-        int(ahead.forward(tile, dtype, int(dim), arch, ahead.VARIANTS[name]).metadata.shared)
-        for name in ahead.variants(arch, dtype, kind)
-    )
+    said = {
+        name: int(ahead.forward(tile, dtype, int(dim), arch, flags).metadata.shared)
+        for name, flags in ahead.VARIANTS.items()
+        if name in ahead.variants(arch, dtype, kind)
+    }
+    return replace(tile, **ahead.table_bytes(said))
 
 
 class _Case:

@@ -65,8 +65,11 @@ def _child(cell: GpuCell, backend: str, device: str, cache: str) -> dict[str, fl
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, json.dumps(asked)],
         env={
-            **os.environ,
-            "TRITON_CACHE_DIR": cache,
+            # An installation's modules are compiled; where they could not be, the first process
+            # leaves them for the second.
+            **{n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"},
+            "PYTHONPYCACHEPREFIX": os.path.join(cache, "python"),  # noqa: PTH118
+            "TRITON_CACHE_DIR": os.path.join(cache, "triton"),  # noqa: PTH118
             "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         },
         stdin=subprocess.DEVNULL,
