@@ -22,7 +22,7 @@ FEW_ROWS = 64
 FEW_SCORES = 1 << 17
 """Scores of a tile of few rows."""
 
-SCORES = 1 << 18
+SCORES = 2 * 384 * 384
 """Scores of the heads that share a tile: with what else it needs they fit a second-level cache of
 2 MiB."""
 
@@ -59,9 +59,9 @@ class Config:
     copy_k: int = 2048
 
     def rows_for(self, heads_k: int, group: int, queries: int) -> int:
-        """``block_q`` for a sequence, halved down to 128 where it would give few jobs."""
+        """``block_q`` for a sequence, halved where it would give few jobs."""
         block_q = self.block_q
-        while block_q > 128 and tile_count(heads_k, group, queries, block_q) < JOBS:
+        while block_q >= 256 and tile_count(heads_k, group, queries, block_q) < JOBS:
             block_q //= 2
         return block_q
 
@@ -100,10 +100,13 @@ def choose(problem: Problem) -> Config:
     copy_k = 2048
     while copy_k > 128 and copy_k * max(problem.head_dim, problem.head_dim_v) > 1 << 18:
         copy_k //= 2
+    # Numbers of float64 take twice the room, inputs of 16 bits a copy beside them, and gradients
+    # three tiles of scores.
+    block = 384 if problem.dtype == "float32" and not problem.backward else 256
     return Config(
-        block_q=256,
-        block_k=256,
-        edge_k=256,
+        block_q=block,
+        block_k=block,
+        edge_k=block,
         stream_k=1 << 15,
         chunk_k=4096,
         copy_k=copy_k,

@@ -52,6 +52,9 @@ TINY = 2.0**-100
 SHARED_TILES = 2
 """Row tiles over the same keys from which on one look at all of these pays."""
 
+MOST_NORMS = 4096
+"""Numbers about keys that are remembered during a call."""
+
 _NO_ROWS: Array = np.empty(0, np.intp)
 
 
@@ -79,11 +82,13 @@ def attend(
     if not (tile.cut or tile.unguarded):
         return result
     size = np.abs(result.acc, out=ws.array("product", *result.acc.shape))
-    if not size.max() < np.inf:  # a NaN counts; perhaps it is a hidden one behind a weight of 0
+    largest = size.max(initial=0)
+    if not largest < np.inf:  # a NaN counts; perhaps it is a hidden one behind a weight of 0
         tile.exact = True
         result = tile.run()
         size = np.abs(result.acc, out=size)
-    if not tile.unguarded or (size.max() < np.inf and size.min() >= TINY):
+        largest = size.max()
+    if not tile.unguarded or (largest < np.inf and size.min() >= TINY):
         return result
     # Without a running maximum, huge values overflow the sum, and minute ones leave the normal
     # range although their average is in it. Such rows are done again.
@@ -140,14 +145,19 @@ class _RowTile:
         """All tiles of keys, one after another."""
         self.started = self.moved = False
         bound = _Bound(self.scoring, self.seq, self.rows, self.q) if self.bounded else None
+        plain = bound if self.seq.mask is None and self.scoring.softcap is None else None
+        covers = partial(self.seq.band.covers, self.rows.i0, self.rows.i1)
         for j0, j1 in key_tiles(*self.span):
+            if plain and not self.moved and covers(j0, j1) and plain.holds(j0, j1):
+                self._plain(j0, j1)
+                continue
             rows, at = trimmed(self.seq, self.rows, j0, j1)
             part = cut(self.seq, rows, j0, j1, self.ws)
             if part is None:
                 continue
             keys = self.seq.keys.keys_of(rows, j0, j1, self.ws)
             scores = self._scores(keys, at)
-            safe = bound is not None and bound.rows(keys, part, at)
+            safe = bound is not None and bound.rows(keys, j0, j1, part, at)
             shaped = scores.reshape(rows.h1 - rows.h0, rows.i1 - rows.i0, j1 - j0)
             complete_scores(shaped, self.scoring, self.seq, rows, j0, j1, part)
             hidden = None
@@ -164,6 +174,31 @@ class _RowTile:
         if not self.started:
             self._clear()
         return Partial(self.acc, self.top, self.total)
+
+    def _plain(self, j0: int, j1: int) -> None:
+        """A tile in which every row sees every key and none needs its maximum: the bits of the
+        general way, which a row takes where one beside it does, in fewer steps. Each step costs
+        twice, since the other threads wait for Python meanwhile."""
+        rows, keys, ws, fresh = self.rows, self.seq.keys, self.ws, not self.started
+        heads = rows.heads_k
+        m, n, dim = rows.size // heads, j1 - j0, self.acc.shape[1]
+        scores = ws.array("scores", heads, m, n)
+        k = keys.keys_of(rows, j0, j1, ws)
+        np.matmul(self.q.reshape(heads, m, -1), k.swapaxes(1, 2), out=scores)
+        self.scoring.weigh(scores, out=scores)
+        values = keys.values_of(rows, j0, j1, ws)
+        if fresh:
+            self.started = self.unguarded = True
+            self.top.fill(0)
+            np.matmul(scores, ws.ones(n), out=self.total.reshape(heads, m))
+            np.matmul(scores, values, out=self.acc.reshape(heads, m, dim))
+            return
+        row_sums = ws.array("row_sums", heads, m)
+        np.matmul(scores, ws.ones(n), out=row_sums)
+        np.add(self.total, row_sums.reshape(-1), out=self.total)
+        gained = ws.array("product", heads, m, dim)
+        np.matmul(scores, values, out=gained)
+        np.add(self.acc, gained.reshape(self.acc.shape), out=self.acc)
 
     def _scores(self, keys: Array, at: slice) -> Array:
         """(m, n) products of the rows ``at`` with their heads' keys."""
@@ -301,45 +336,76 @@ class _Bound:
     row sees there. NaN and inf are never within."""
 
     def __init__(self, scoring: Scoring, seq: Sequence, rows: Rows, q: Array) -> None:
-        self._rows = rows
+        self._seq, self._rows = seq, rows
         self._limit = (BOUND / float(scoring.to_e)) ** 2
         self._many: Bools | None = None
         if seq.band.fewest(rows.i0, rows.i1) < MANY_KEYS:
             self._many = np.tile(seq.band.counts(rows.i0, rows.i1) >= MANY_KEYS, rows.shape[0])
         self._capped = scoring.softcap is not None and scoring.softcap <= BOUND
+        # What holds for all rows and keys of the heads holds in each tile: one look at them serves
+        # every tile. Where it does not hold, each tile is looked at for itself, so that it decides
+        # only how long the answer takes.
+        shared = seq.group * seq.q.shape[1] * rows.heads_k >= SHARED_TILES * rows.size
+        self._recurs = shared and seq.band.low is None and seq.band.high is None
+        of_keys: list[Any] = []
+        if shared:
+            of_keys = [largest_norm2(seq, head) for head in range(rows.k0, rows.k1)]
+            self._always = scoring.softcap is None and self._in_all_tiles(scoring, of_keys)
+            if self._always:
+                return
         self._q2 = norms2(q)
         if scoring.softcap is not None:
             self._q2 *= scoring.cap**2
         self._largest = self._q2.reshape(rows.heads_k, -1).max(axis=1)
-        # What holds for all keys of the sequence holds in each tile: one look at them serves every
-        # tile of rows. Where it does not hold, each tile is looked at for itself, so that it
-        # decides only how long the answer takes.
-        self._always = False
-        if seq.group * seq.q.shape[1] * rows.heads_k >= SHARED_TILES * rows.size:
-            of_heads = [largest_norm2(seq, head) for head in range(rows.k0, rows.k1)]
-            self._always = bool((self._largest * of_heads <= self._limit).all())
+        self._always = shared and bool((self._largest * of_keys <= self._limit).all())
 
-    def rows(self, keys: Array, part: Cut, at: slice) -> Bools | bool:
+    def _in_all_tiles(self, scoring: Scoring, of_keys: list[Any]) -> bool:
+        queries = [largest_query2(self._seq, h) for h in range(self._rows.h0, self._rows.h1)]
+        # A hair less than the limit: rounding must not let in here what a tile would not.
+        limit = self._limit * (1 - 2.0**-12)
+        return bool(np.max(queries) * scoring.factor**2 * np.max(of_keys) <= limit)
+
+    def holds(self, j0: int, j1: int) -> bool:
+        """Whether no row needs its maximum in a tile that hides nothing; False may mean that only
+        `rows` knows."""
+        if self._many is not None:
+            return False
+        if self._always or not self._seq.keys.k_direct:
+            return self._always
+        keys = self._seq.keys.k[self._rows.k0 : self._rows.k1, j0:j1]
+        return bool((self._largest * self._keys2(keys, j0, j1) <= self._limit).all())
+
+    def _keys2(self, keys: Array, j0: int, j1: int) -> Array:
+        """The largest |k_j|^2 of the tile, for each head."""
+        tile, known = (self._rows.k0, self._rows.k1, j0, j1), self._seq.keys.norms2
+        largest: Array | None = known.get(tile)
+        if largest is None:
+            largest = norms2(keys).max(axis=1)
+            if self._recurs and len(known) < MOST_NORMS:
+                known[tile] = largest
+        return largest
+
+    def rows(self, keys: Array, j0: int, j1: int, part: Cut, at: slice) -> Bools | bool:
         """Bools (m,) for the rows ``at``; True or False for all of them."""
-        safe = self._capped or self._within(keys, part, at)
+        safe = self._capped or self._within(keys, j0, j1, part, at)
         if safe is False or self._many is None:
             return safe
         many: Bools = self._many[at]
         return many if safe is True else safe & many
 
-    def _within(self, keys: Array, part: Cut, at: slice) -> Bools | bool:
+    def _within(self, keys: Array, j0: int, j1: int, part: Cut, at: slice) -> Bools | bool:
         if part.hidden is not None and (part.edge is None or not part.edge.single):
             return False
         if self._always:
             return True
-        k2 = norms2(keys)
-        largest = k2.max(axis=1)
+        largest = self._keys2(keys, j0, j1)
         if (self._largest * largest <= self._limit).all():  # with hidden keys: the more without
             return True
         q2 = self._q2[at].reshape(self._rows.heads_k, self._rows.group, -1)
         largest = largest[:, None]
         if part.edge is not None:
             # Behind the last key (or before the first) that a row sees, no norm counts.
+            k2 = norms2(keys)
             if part.edge.cuts_right:
                 running = np.maximum.accumulate(k2, axis=1)
             else:
@@ -360,6 +426,18 @@ def largest_norm2(seq: Sequence, head_k: int) -> Any:
         j0, j1 = seq.band.seen(0, seq.band.rows)
         parts = [norms2(keys[j : min(j + 4096, j1)]).max() for j in range(j0, j1, 4096)]
         largest = seq.keys.norms2[head_k] = np.max(parts, initial=0)  # NaN if one is
+    return largest
+
+
+def largest_query2(seq: Sequence, head: int) -> Any:
+    """The largest |q_i|^2 of a head's rows; inf in half precision, where squares overflow."""
+    if seq.q.itemsize < 4:
+        return np.inf
+    largest = seq.keys.norms2.get(("q", head))
+    if largest is None:
+        queries = seq.q[head]
+        parts = [norms2(queries[i : i + 4096]).max() for i in range(0, len(queries), 4096)]
+        largest = seq.keys.norms2["q", head] = np.max(parts)
     return largest
 
 

@@ -114,14 +114,14 @@ def blas_reads(x: Array, dtype: Any) -> bool:
 class Keys(NamedTuple):
     """Keys and values of one sequence: (Hk, S, D) views, or with ``table`` the pages
     (num_blocks, block_size, Hk, D). ``length`` keys are in use; no other is read. ``norms2``
-    remembers one number a head (see `forward.largest_norm2`)."""
+    remembers the largest norms of a head and of its tiles (see `forward`)."""
 
     k: Array
     v: Array
     length: int
     k_direct: bool
     v_direct: bool
-    norms2: dict[int, Any]
+    norms2: dict[Any, Any]
     table: tuple[int, ...] | None = None
 
     @property
