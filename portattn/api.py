@@ -139,7 +139,8 @@ def attention(
 
         result, lse = attention_with_grad(q, k, v, **options)
         return (result, lse) if return_lse else result
-    return _forward(q, k, v, return_lse=return_lse, out=out, **options)
+    del options["backend"], options["require_certified"]
+    return _run(q, k, v, return_lse, out, backend, require_certified, options)
 
 
 def attention_backward(
@@ -234,13 +235,15 @@ def _needs_graph(q: Any, *others: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(q, torch.Tensor):
         return False
+    grad, wanted = torch.is_grad_enabled(), False
     for x in (q, *others):
-        if x is not None and getattr(x, "is_nested", False):
+        if x is None:
+            continue
+        if getattr(x, "is_nested", False):
             return False  # a nested tensor has no operator; the plain call refuses it by name
-    if torch.is_grad_enabled():
-        for x in (q, *others):
-            if x is not None and getattr(x, "requires_grad", False):
-                return True
+        wanted = wanted or (grad and getattr(x, "requires_grad", False))
+    if wanted:
+        return True
     if torch.compiler.is_compiling() or type(q) not in (torch.Tensor, torch.nn.Parameter):
         return True
     # A dispatch mode (make_fx, fake tensors over real ones) records operators and would miss work
@@ -260,6 +263,20 @@ def _forward(
     **options: Any,
 ) -> Any:
     """`attention` without autograd."""
+    return _run(q, k, v, return_lse, out, backend, require_certified, options)
+
+
+def _run(
+    q: Any,
+    k: Any,
+    v: Any,
+    return_lse: bool,
+    out: Any,
+    backend: str | Sequence[str],
+    require_certified: bool | None,
+    options: dict[str, Any],
+) -> Any:
+    """The same, without a copy of the options: they are a good part of a short call's time."""
     problem, call = _describe(q, k, v, options, return_lse=return_lse)
     if out is not None:
         given = recognise(out, "out")
@@ -267,11 +284,12 @@ def _forward(
         call.out = given
         problem = problem.with_results(out=given)
     chosen, plan = select.choose(problem, backend, require_certified)
+    shape = problem.out_shape
     if out is None:
-        call.out = arrays.empty(call.q, problem.out_shape, problem.dtype)
+        call.out = arrays.empty(call.q, shape, problem.dtype)
     if return_lse:
         call.lse = arrays.empty(call.q, problem.lse_shape, problem.accumulator)
-    if not problem.empty:
+    if 0 not in shape:
         chosen.run(problem, plan, call)
     result = out if out is not None else arrays.finish(call.out, call.q)
     if not return_lse:
@@ -342,12 +360,15 @@ def _describe(
 
 def _valid(described: dict[str, Array], rest: dict[str, Any], flags: dict[str, Any]) -> Problem:
     """`Problem.from_arrays`, remembered."""
-    if any(name in described and described[name].device == "cpu" for name in _VALUES):
-        return Problem.from_arrays(**described, **rest, **flags)
+    if len(described) > 3:  # more than q, k and v
+        for name in _VALUES:
+            if name in described and described[name].device == "cpu":
+                return Problem.from_arrays(**described, **rest, **flags)
     # True and 1, and 1 and 1.0, are equal and not the same option: the types are part of the key.
     numbers, window = (*rest.values(), *flags.values()), rest.get("window")
     key = (
-        tuple([(n, a.family, a.shape, a.strides, a.dtype, a.device) for n, a in described.items()]),
+        tuple(described),
+        tuple([a[1:] for a in described.values()]),  # all but the array itself
         tuple(rest),
         tuple(flags),
         numbers,

@@ -84,9 +84,10 @@ def empty(like: Array, shape: tuple[int, ...], dtype: str) -> Array:
     NumPy array (see `finish`).
     """
     if like.family == "torch":
-        torch = sys.modules["torch"]
-        made = torch.empty(shape, dtype=getattr(torch, dtype), device=like.source.device)
-        return _torch(made, "out")
+        torch, x = sys.modules["torch"], like.source
+        kind = x.dtype if dtype == like.dtype else getattr(torch, dtype)
+        made = torch.empty(shape, dtype=kind, device=x.device)
+        return Array(made, "torch", shape, made.stride(), dtype, like.device)
     if like.family == "cupy":
         cupy = sys.modules["cupy"]
         with cupy.cuda.Device(int(like.device.split(":")[1])):
