@@ -19,7 +19,7 @@ from rich.table import Table
 import portattn
 from portattn.bench import gpu_record, gpu_suite
 from portattn.bench.cells import Cell, cpu_suite
-from portattn.bench.contenders import GEMM, PEERS, Inputs, build
+from portattn.bench.contenders import GEMM, PEERS, YARDSTICKS, Inputs, build
 from portattn.bench.gpu_cells import GROUPS, h200_suite
 from portattn.bench.gpu_timing import CudaDevice
 from portattn.bench.timing import measure, ratio
@@ -83,7 +83,9 @@ def cli(
 
     A number above 1 means that the backend is that many times as fast as the peer. "of sgemm" is
     the backend's rate of floating-point operations over that of a large float32 product of NumPy;
-    "of copy" its rate of reading keys and values over the device's rate of copying.
+    "of copy" its rate of reading keys and values over the device's rate of copying. The peer
+    tile-products is no attention but its products alone, in tiles, by NumPy's BLAS: the most that
+    a tiled NumPy can reach with it.
     """
     backend = backend or SUITES[suite]
     found = find_backends().get(backend)
@@ -182,7 +184,7 @@ def _row(cell: Cell, backend: str, peers: tuple[str, ...], rounds: int) -> dict[
     if cell.kind == "prefill":
         names.append("sgemm")
     runs = {name: build(name, cell, inputs) for name in dict.fromkeys(names)}
-    _agree(cell, {n: r for n, r in runs.items() if n != "sgemm"})
+    _agree(cell, {n: r for n, r in runs.items() if n not in YARDSTICKS})
     seconds = measure(runs, rounds)
     ours = seconds[backend]
     row: dict[str, Any] = {
@@ -195,6 +197,9 @@ def _row(cell: Cell, backend: str, peers: tuple[str, ...], rounds: int) -> dict[
         "median_seconds": {n: round(statistics.median(s), 9) for n, s in seconds.items()},
         "ratio": {p: round(ratio(ours, seconds[p]), 3) for p in seconds if p in peers},
     }
+    if {"tile-products", "torch-sdpa"} <= seconds.keys():
+        products = ratio(seconds["tile-products"], seconds["torch-sdpa"])
+        row["tile_products_over_torch_sdpa"] = round(products, 3)
     if "sgemm" in seconds:
         gemm = ratio(ours, seconds["sgemm"]) * cell.flops / (2.0 * GEMM**3)
         row["of_sgemm"] = round(gemm, 3)
@@ -204,7 +209,7 @@ def _row(cell: Cell, backend: str, peers: tuple[str, ...], rounds: int) -> dict[
 
 def _fits(peer: str, cell: Cell) -> bool:
     # The naive product over a long cache is what the decode cells measure in torch already.
-    return peer != "sgemm" and not (peer == "naive-numpy" and cell.kind != "prefill")
+    return peer != "sgemm" and (cell.kind == "prefill" or peer not in ("naive-numpy", *YARDSTICKS))
 
 
 def _agree(cell: Cell, runs: dict[str, Any]) -> None:
@@ -225,12 +230,15 @@ def _summary(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> dict[str, An
     for peer in peers:
         ratios = [r["ratio"][peer] for r in prefill if peer in r["ratio"]]
         if ratios:
-            mean = math.exp(statistics.fmean(math.log(x) for x in ratios))
-            summary[f"prefill over {peer}, geometric mean"] = round(mean, 3)
+            summary[f"prefill over {peer}, geometric mean"] = _mean(ratios)
             summary[f"prefill over {peer}, lowest cell"] = min(ratios)
         ratios = [r["ratio"][peer] for r in rows if r["kind"] == "decode" and peer in r["ratio"]]
         if ratios:
             summary[f"decode over {peer}, lowest cell"] = min(ratios)
+    key = "tile_products_over_torch_sdpa"
+    ratios = [r[key] for r in prefill if key in r]
+    if ratios:
+        summary["tile-products over torch-sdpa, geometric mean"] = _mean(ratios)
     for dim in sorted({r["head_dim"] for r in prefill}):
         share = [r["of_sgemm"] for r in prefill if r["head_dim"] == dim and r["seq_k"] == 4096]
         if share:
@@ -240,6 +248,11 @@ def _summary(rows: list[dict[str, Any]], peers: tuple[str, ...]) -> dict[str, An
             ours = next(iter(row["median_seconds"].values()))
             summary["one tiny call, microseconds"] = round(ours * 1e6, 1)
     return summary
+
+
+def _mean(ratios: list[float]) -> float:
+    """Geometric."""
+    return round(math.exp(statistics.fmean(math.log(x) for x in ratios)), 3)
 
 
 def _table(rows: list[dict[str, Any]], backend: str, peers: tuple[str, ...]) -> Table:

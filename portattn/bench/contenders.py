@@ -1,17 +1,20 @@
 """What can be timed: portattn's backends and their peers, each as a function without arguments.
 
 The rule kept here: every contender computes the same thing from the same numbers, with the same
-number of threads, and its result is compared before its time counts.
+number of threads, and its result is compared before its time counts; but for `YARDSTICKS`, which
+say what the BLAS gives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 import portattn
 from portattn.bench.cells import Cell
@@ -113,9 +116,48 @@ def _sgemm(cell: Cell, inputs: Inputs) -> Run:
     return lambda: np.matmul(a, b, out=out)
 
 
+def _tile_products(cell: Cell, inputs: Inputs) -> Run:
+    # The two products of a tiled pass and nothing else, on the tiles that it visits: what is left
+    # for the softmax is the distance from here.
+    heads, rows, keys = cell.heads_q, cell.seq_q, cell.seq_k
+    group, offset = heads // cell.heads_k, keys - rows
+    blas = ThreadpoolController().select(user_api="blas")
+    threads = cores()
+    pool = ThreadPoolExecutor(threads)
+    scores = np.empty((threads, TILE * TILE), np.float32)
+    out = np.empty((threads, TILE, cell.head_dim), np.float32)
+
+    def work(thread: int, tiles: Iterator[tuple[int, int, int]]) -> None:
+        for b, h, i in tiles:
+            q, n = inputs.q[b, h, i : i + TILE], h // group
+            for j in range(0, min(keys, i + TILE + offset) if cell.causal else keys, TILE):
+                k, v = inputs.k[b, n, j : j + TILE], inputs.v[b, n, j : j + TILE]
+                s = scores[thread, : len(q) * len(k)].reshape(len(q), len(k))
+                np.matmul(q, k.T, out=s)
+                np.matmul(s, v, out=out[thread, : len(q)])
+
+    def run() -> Any:
+        # Long rows first. A list's iterator is shared: each tile goes to one thread.
+        tiles = [
+            (b, h, i)
+            for i in reversed(range(0, rows, TILE))
+            for b in range(cell.batch)
+            for h in range(heads)
+        ]
+        with blas.limit(limits=1):
+            shared = iter(tiles)
+            for done in [pool.submit(work, thread, shared) for thread in range(threads)]:
+                done.result()
+
+    return run
+
+
 GEMM = 2048
+TILE = 384
+YARDSTICKS = ("sgemm", "tile-products")  # of prefill cells alone, and without a result
 PEERS: dict[str, Callable[[Cell, Inputs], Run]] = {
     "torch-sdpa": _torch_sdpa,
     "naive-numpy": _naive_numpy,
     "sgemm": _sgemm,
+    "tile-products": _tile_products,
 }
