@@ -53,7 +53,7 @@ SHARED_TILES = 2
 """Row tiles over the same keys from which on one look at all of these pays."""
 
 MOST_NORMS = 4096
-"""Numbers about keys that are remembered during a call."""
+"""Norms that a sequence's tiles remember at most, so that they do not grow with its length."""
 
 _NO_ROWS: Array = np.empty(0, np.intp)
 
@@ -145,10 +145,10 @@ class _RowTile:
         """All tiles of keys, one after another."""
         self.started = self.moved = False
         bound = _Bound(self.scoring, self.seq, self.rows, self.q) if self.bounded else None
-        plain = bound if self.seq.mask is None and self.scoring.softcap is None else None
+        only_band = self.seq.mask is None and self.scoring.softcap is None
         covers = partial(self.seq.band.covers, self.rows.i0, self.rows.i1)
         for j0, j1 in key_tiles(*self.span):
-            if plain and not self.moved and covers(j0, j1) and plain.holds(j0, j1):
+            if bound and only_band and not self.moved and covers(j0, j1) and bound.holds(j0, j1):
                 self._plain(j0, j1)
                 continue
             rows, at = trimmed(self.seq, self.rows, j0, j1)
@@ -176,29 +176,17 @@ class _RowTile:
         return Partial(self.acc, self.top, self.total)
 
     def _plain(self, j0: int, j1: int) -> None:
-        """A tile in which every row sees every key and none needs its maximum: the bits of the
-        general way, which a row takes where one beside it does, in fewer steps. Each step costs
-        twice, since the other threads wait for Python meanwhile."""
-        rows, keys, ws, fresh = self.rows, self.seq.keys, self.ws, not self.started
-        heads = rows.heads_k
-        m, n, dim = rows.size // heads, j1 - j0, self.acc.shape[1]
-        scores = ws.array("scores", heads, m, n)
-        k = keys.keys_of(rows, j0, j1, ws)
-        np.matmul(self.q.reshape(heads, m, -1), k.swapaxes(1, 2), out=scores)
-        self.scoring.weigh(scores, out=scores)
-        values = keys.values_of(rows, j0, j1, ws)
+        """A tile in which every row sees every key and none needs its maximum: what the general way
+        comes to there, without the questions. While one thread asks them, the others wait for
+        Python."""
+        keys, all_rows, fresh = self.seq.keys, slice(0, self.rows.size), not self.started
+        scores = self._scores(keys.keys_of(self.rows, j0, j1, self.ws), all_rows)
         if fresh:
             self.started = self.unguarded = True
             self.top.fill(0)
-            np.matmul(scores, ws.ones(n), out=self.total.reshape(heads, m))
-            np.matmul(scores, values, out=self.acc.reshape(heads, m, dim))
-            return
-        row_sums = ws.array("row_sums", heads, m)
-        np.matmul(scores, ws.ones(n), out=row_sums)
-        np.add(self.total, row_sums.reshape(-1), out=self.total)
-        gained = ws.array("product", heads, m, dim)
-        np.matmul(scores, values, out=gained)
-        np.add(self.acc, gained.reshape(self.acc.shape), out=self.acc)
+        self.scoring.weigh(scores, out=scores)
+        values = keys.values_of(self.rows, j0, j1, self.ws)
+        self._add(scores, values, None, None, all_rows, fresh)
 
     def _scores(self, keys: Array, at: slice) -> Array:
         """(m, n) products of the rows ``at`` with their heads' keys."""
@@ -349,7 +337,7 @@ class _Bound:
         self._recurs = shared and seq.band.low is None and seq.band.high is None
         of_keys: list[Any] = []
         if shared:
-            of_keys = [largest_norm2(seq, head) for head in range(rows.k0, rows.k1)]
+            of_keys = [largest_key2(seq, head) for head in range(rows.k0, rows.k1)]
             self._always = scoring.softcap is None and self._in_all_tiles(scoring, of_keys)
             if self._always:
                 return
@@ -415,29 +403,28 @@ class _Bound:
         return safe.reshape(-1)
 
 
-def largest_norm2(seq: Sequence, head_k: int) -> Any:
+def largest_key2(seq: Sequence, head_k: int) -> Any:
     """The largest |k_j|^2 of a head's keys that some query sees; inf where BLAS cannot read them as
-    they lie, for then it would cost another copy. Kept for the head's other tiles."""
+    they lie, for then it would cost another copy."""
     if not seq.keys.k_direct:
         return np.inf
-    largest = seq.keys.norms2.get(head_k)
-    if largest is None:
-        keys = seq.keys.k[head_k]
-        j0, j1 = seq.band.seen(0, seq.band.rows)
-        parts = [norms2(keys[j : min(j + 4096, j1)]).max() for j in range(j0, j1, 4096)]
-        largest = seq.keys.norms2[head_k] = np.max(parts, initial=0)  # NaN if one is
-    return largest
+    j0, j1 = seq.band.seen(0, seq.band.rows)
+    return _largest_norm2(seq.keys.norms2, ("k", head_k), seq.keys.k[head_k, j0:j1])
 
 
 def largest_query2(seq: Sequence, head: int) -> Any:
     """The largest |q_i|^2 of a head's rows; inf in half precision, where squares overflow."""
     if seq.q.itemsize < 4:
         return np.inf
-    largest = seq.keys.norms2.get(("q", head))
+    return _largest_norm2(seq.keys.norms2, ("q", head), seq.q[head])
+
+
+def _largest_norm2(known: dict[Any, Any], name: tuple[str, int], x: Array) -> Any:
+    """The largest norm of x's rows, NaN if one is; remembered for the head's other tiles."""
+    largest = known.get(name)
     if largest is None:
-        queries = seq.q[head]
-        parts = [norms2(queries[i : i + 4096]).max() for i in range(0, len(queries), 4096)]
-        largest = seq.keys.norms2["q", head] = np.max(parts)
+        parts = [norms2(x[i : i + 4096]).max() for i in range(0, len(x), 4096)]
+        largest = known[name] = np.max(parts, initial=0)
     return largest
 
 

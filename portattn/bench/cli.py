@@ -84,8 +84,8 @@ def cli(
     A number above 1 means that the backend is that many times as fast as the peer. "of sgemm" is
     the backend's rate of floating-point operations over that of a large float32 product of NumPy;
     "of copy" its rate of reading keys and values over the device's rate of copying. The peer
-    tile-products is no attention but its products alone, in tiles, by NumPy's BLAS: the most that
-    a tiled NumPy can reach with it.
+    tile-products is no attention but its products alone, in tiles, by NumPy's BLAS: what is left
+    for everything else shows in the distance from there.
     """
     backend = backend or SUITES[suite]
     found = find_backends().get(backend)

@@ -153,7 +153,7 @@ def _tile_products(cell: Cell, inputs: Inputs) -> Run:
 
 
 GEMM = 2048
-TILE = 384
+TILE = 384  # about where OpenBLAS is fastest while a tile of scores stays in the cache
 YARDSTICKS = ("sgemm", "tile-products")  # of prefill cells alone, and without a result
 PEERS: dict[str, Callable[[Cell, Inputs], Run]] = {
     "torch-sdpa": _torch_sdpa,
