@@ -53,13 +53,10 @@ SINGLE = [
     ("sm_90", "rows/2/256", 0, "float16", "tma"),
     ("sm_90", "prefill/4/32", 0, "float32", "masked"),
 ]
-# Three consumers have 160 registers a thread: (head dim, block_k, causal).
-SPILLED_FORWARD = {(64, 128, True): 120, (64, 128, False): 48}
-SPILLED_HOPPER = {  # bytes of a thread: (dk and dv, dq)
-    64: (472, 0),
-    128: (184, 12),
-    256: (52, 148),
-}
+# Bytes of a thread that the compiler spills, almost all of them once a tile and not in the loop
+# over keys. (head dim, consumers, causal); three consumers have 160 registers a thread, four 112.
+SPILLED_FORWARD = {(64, 3, True): 100, (64, 3, False): 24, (64, 4, True): 76, (256, 2, True): 44}
+SPILLED_HOPPER = {64: (272, 0), 128: (192, 24), 256: (76, 308)}  # (dk and dv, dq)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -180,6 +177,7 @@ def asked(dim: int, causal: bool) -> Problem:
     [
         (64, 0, "bfloat16", True),
         (64, 0, "bfloat16", False),
+        (64, 1, "bfloat16", True),
         (128, 0, "bfloat16", True),
         (128, 0, "float16", False),
         (256, 0, "bfloat16", True),
@@ -198,8 +196,7 @@ def test_hopper_forward(
     said = ahead.resources(made, 90)
     want = hopper_plan.forward_shared_bytes(dim, block_k, stages, 2, consumers)
     assert said["shared"] == want == tile.shared_bytes <= hopper_plan.SHARED_LIMIT
-    most = SPILLED_FORWARD.get((dim, block_k, causal), 0) if consumers == 3 else 0
-    assert said["spilled"] <= most
+    assert said["spilled"] <= SPILLED_FORWARD.get((dim, consumers, causal), 0)
     assert said["registers"] <= tile.maxnreg
 
 

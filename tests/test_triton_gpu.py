@@ -141,8 +141,10 @@ def test_hopper_against_portable(dim: int) -> None:
     for x in arrays[1:]:
         x[:, 400:] = math.nan
     poisoned = attend(*arrays, causal=True)
-    assert torch.equal(poisoned[:, :384], clean[:, :384])
-    near(poisoned[:, 384:400], host(clean[:, 384:400]).astype(np.float64), TOLERANCE[BF16])
+    # What shares a tile with the rows that see it is computed again, by the other mechanism.
+    apart = 256 if dim <= 64 else 384
+    assert torch.equal(poisoned[:, :apart], clean[:, :apart])
+    near(poisoned[:, apart:400], host(clean[:, apart:400]).astype(np.float64), TOLERANCE[BF16])
     assert bool(poisoned[:, 400:].isnan().all())
     q, k, v = arrays
     used = [x[:, :400].clone() for x in arrays]

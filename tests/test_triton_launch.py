@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 PROGRAM = r"""
-import inspect, json, torch, triton
+import contextlib, inspect, json, threading, torch, triton
 from triton.backends.nvidia import driver
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -25,7 +25,7 @@ from portattn.contract import Call
 from portattn.machine import Cuda, Device, Machine
 from portattn.problem import Problem
 
-said = []
+said, beside = [], []
 torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda device: 7
 
 
@@ -55,6 +55,9 @@ class Kernel:
             return compiled
 
         return first
+
+    def warmup(self, *args, grid, **named):
+        beside.append([self.name, grid[0], named["FLAGS"]])
 
 
 class Compiled:
@@ -111,6 +114,9 @@ for name in ("dq_kernel", "dkdv_kernel", "delta_kernel", "sums_kernel", "dbias_k
 card = Device(0, "NVIDIA H200", (9, 0), 232_448, 132, 1 << 37)
 machine = Machine(cuda_state=Cuda("13.0", (card,)), packages={"triton": "3.6.0"}, imports={})
 torch.cuda.get_device_properties = lambda device: type("P", (), {"multi_processor_count": 132})
+torch.cuda.is_current_stream_capturing = lambda: False
+torch.cuda.device = lambda device: contextlib.nullcontext()
+torch.cuda.Event = type("Event", (), {"record": lambda self: None})
 
 
 def call(sq, sk, hq=4, hk=2, mechanism=None, backward=False, **options):
@@ -137,7 +143,11 @@ call(1, 5000)
 call(300, 300, mechanism="hopper", causal="bottom_right")
 call(300, 300, mechanism="portable", backward=True, causal="bottom_right")
 call(300, 300, mechanism="hopper", backward=True, causal="bottom_right")
-print(json.dumps(said))
+call(400, 400, mechanism="hopper", causal="bottom_right")
+for thread in threading.enumerate():
+    if thread.name == "portattn-compile":
+        thread.join()
+print(json.dumps([said, beside]))
 """
 
 
@@ -160,8 +170,18 @@ def test_no_argument_of_a_kernel_specializes() -> None:
 
 
 @pytest.fixture(scope="module")
-def said(fresh: Callable[..., Any]) -> list[list[Any]]:
+def heard(fresh: Callable[..., Any]) -> list[Any]:
     return json.loads(fresh(PROGRAM).stdout)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def said(heard: list[Any]) -> list[list[Any]]:
+    return heard[0]  # type: ignore[no-any-return]
+
+
+def test_what_repairs_is_compiled_once_beside_the_hopper_kernel(heard: list[Any]) -> None:
+    """Two lengths and two launches of each, one compilation; its programs look after 32 tiles."""
+    assert heard[1] == [["forward", 1, 256]]
 
 
 def test_every_launch_comes_twice(said: list[list[Any]]) -> None:

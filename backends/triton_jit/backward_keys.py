@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from portattn.backends.triton_jit.backward import load_lse, load_tile, pull, store_tile
-from portattn.backends.triton_jit.scoring import REPAIRED, lengths, marked
+from portattn.backends.triton_jit.scoring import REPAIRED, lengths, marked, without_poison
 
 
 @triton.jit
@@ -55,7 +55,8 @@ def _add_queries(
     INNER: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """dk (without the scale) and dv of one tile of keys out of the queries of [start, end)."""
+    """dk (without the scale) and dv of one tile of keys out of the queries of [start, end). Where
+    ``poison_base`` is None, rows with a NaN or infinity are looked for here."""
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     # Masked blocks at the edges are few: stages for them would cost the others registers.
@@ -65,13 +66,17 @@ def _add_queries(
         there = i < q_len
         rows = i.to(tl.int64)
         bad, good = there, there
-        if MASKED:
+        if MASKED and poison_base is not None:
             bad = tl.load(poison_base + rows, mask=there, other=1) != 0
             good = bad == 0
         q_tile = load_tile(q_base, rows * q_ss, good, d, head_dim, q_sd, MASKED, EVEN_D, INNER)
         dout_tile = load_tile(
             dout_base, rows * dout_ss, good, dv, head_dim_v, dout_sd, MASKED, EVEN_DV, INNER
         )
+        if MASKED and poison_base is None:
+            q_tile, bad_q = without_poison(q_tile)
+            dout_tile, bad_dout = without_poison(dout_tile)
+            bad = bad_q | bad_dout
         lse = load_lse(lse_base, rows * lse_ss, there)
         delta = tl.load(delta_base + rows, mask=there, other=0.0)
         qk = tl.dot(k_tile, q_tile.T, input_precision=PRECISION)  # [BLOCK_K, BLOCK_Q]
@@ -121,20 +126,24 @@ def _add_sequence(
             dout_base = dout + head * (dout_sh * VEC)
             lse_base = lse + head * lse_sh
             delta_base = delta + head * delta_sh
-            poison_base = poison + head * delta_sh
+            poison_base = poison
+            if poison is not None:
+                poison_base = poison + head * delta_sh
             if PACKED_Q:
                 q_start = tl.load(cu_q + b).to(tl.int64)
                 q_base += q_start * (q_ss * VEC)
                 dout_base += q_start * (dout_ss * VEC)
                 lse_base += q_start * lse_ss
                 delta_base += q_start
-                poison_base += q_start
+                if poison is not None:
+                    poison_base += q_start
             else:
                 q_base += at_b * (q_sb * VEC)
                 dout_base += at_b * (dout_sb * VEC)
                 lse_base += at_b * lse_sb
                 delta_base += at_b * delta_sb
-                poison_base += at_b * delta_sb
+                if poison is not None:
+                    poison_base += at_b * delta_sb
             if VEC > 1:
                 q_base = tl.multiple_of(q_base, 16)
                 dout_base = tl.multiple_of(dout_base, 16)

@@ -42,7 +42,7 @@ def delta_kernel(
 ):  # fmt: skip
     """delta = rowsum(dout * out) - dlse of one tile of rows; packed rows are one long sequence.
 
-    ``poison`` gets 1 where a row of q or dout has a NaN or infinity, and 0 elsewhere.
+    ``poison``, if there is one, gets 1 where a row of q or dout has a NaN or infinity, else 0.
     ``SINKS``: also the tile's share of the sink's gradient, -sum of exp(sink - lse) * delta (the
     sink has a weight and carries no value), to ``part`` [b, tile, head].
     """
@@ -64,18 +64,20 @@ def delta_kernel(
         q_base = tl.multiple_of(q_base, 16)
         out_base = tl.multiple_of(out_base, 16)
         dout_base = tl.multiple_of(dout_base, 16)
-    q_tile = load_tile(q_base, rows * (q_ss * VEC), there, d, head_dim, q_sd, True, EVEN_D, INNER)
     o = load_tile(
         out_base, rows * (out_ss * VEC), there, dv, head_dim_v, out_sd, True, EVEN_DV, INNER
     )
     do = load_tile(
         dout_base, rows * (dout_ss * VEC), there, dv, head_dim_v, dout_sd, True, EVEN_DV, INNER
     )
-    _, bad_q = without_poison(q_tile)
-    _, bad_dout = without_poison(do)
-    tl.store(
-        poison + b * delta_sb + head * delta_sh + rows, (bad_q | bad_dout).to(tl.int32), mask=there
-    )
+    if poison is not None:
+        q_tile = load_tile(
+            q_base, rows * (q_ss * VEC), there, d, head_dim, q_sd, True, EVEN_D, INNER
+        )
+        _, bad_q = without_poison(q_tile)
+        _, bad_dout = without_poison(do)
+        bad = (bad_q | bad_dout).to(tl.int32)
+        tl.store(poison + b * delta_sb + head * delta_sh + rows, bad, mask=there)
     found = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if DLSE:
         found -= tl.load(

@@ -8,7 +8,10 @@ compiled, without Triton's sorting of some eighty arguments.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,17 +24,26 @@ if interpreted.on():
     interpreted.mend()
 else:
     kernel_cache.usable()
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        kernel_cache.ask_assembler(10 * major + minor)
 
 
 _RUNTIME = knobs.runtime
 
 
 def dispatch(
-    kernel: Any, programs: int, tile: Any, *args: Any, early: bool = False, **named: Any
+    kernel: Any,
+    programs: int,
+    tile: Any,
+    *args: Any,
+    early: bool = False,
+    only_compile: bool = False,
+    **named: Any,
 ) -> Any:
     """Run ``programs`` programs of ``kernel``, with ``tile.num_warps`` and ``tile.num_stages``.
     ``early``: they may start while the kernel before runs, for which they wait themselves. Returns
-    what was compiled for it."""
+    what was compiled for it, which is all that ``only_compile`` does."""
     if programs == 0:
         return None
     if interpreted.on():
@@ -39,7 +51,8 @@ def dispatch(
         with interpreted.LOCK, np.errstate(all="ignore"):
             kernel[(programs,)](*args, **named)
         return None
-    return kernel[(programs,)](
+    start = partial(kernel.warmup, grid=(programs,)) if only_compile else kernel[(programs,)]
+    return start(
         *args,
         **named,
         num_warps=tile.num_warps,
@@ -74,6 +87,17 @@ class Launch:
             box.base = None  # a launch outlives the arrays
         self._straight: Straight | None = None
         self._maps: dict[tuple[int, int], list[Any]] = {}
+
+    def compile_beside(self, arrays: tuple[Any, ...], device: Any) -> None:
+        """Compile for these tensors in a thread of its own, beside what the caller compiles: what
+        starts this launch meanwhile waits for it, and meets its errors itself."""
+
+        def compile_it() -> None:
+            with contextlib.suppress(Exception), torch.cuda.device(device):
+                torch.cuda.Event().record()  # gives the thread a context, which Triton asks about
+                self._first(*arrays, only_compile=True)
+
+        threading.Thread(target=compile_it, name="portattn-compile").start()
 
     def start(self, arrays: tuple[Any, ...]) -> None:
         """Launch on these tensors (None: absent), on the current device and stream."""

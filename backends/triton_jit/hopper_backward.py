@@ -15,8 +15,9 @@ none of them makes Triton compile again.
 from __future__ import annotations
 
 from math import e, log2
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -26,14 +27,7 @@ from portattn.backends.triton_jit import kernel_cache
 from portattn.backends.triton_jit.dispatch import Launch, remembered
 from portattn.backends.triton_jit.hopper_backward_dkdv import dkdv_kernel
 from portattn.backends.triton_jit.hopper_backward_dq import dq_kernel
-from portattn.backends.triton_jit.hopper_backward_plan import (
-    WARPGROUP_ROWS,
-    BackwardConfig,
-    heads_at_once,
-)
-
-if TYPE_CHECKING:
-    import torch
+from portattn.backends.triton_jit.hopper_backward_plan import WARPGROUP_ROWS, BackwardConfig
 
 kernel_cache.one_at_a_time(dkdv_kernel, dq_kernel)
 
@@ -103,13 +97,15 @@ def _prepared(
     causal = causal_offset is not None
     offset = causal_offset if causal_offset is not None else 0
     scale_log2 = float(scale) * log2(e)
+    # One program for each multiprocessor; each takes several tiles.
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     dkdv, dq_tile, padded = config.dkdv, config.dq, config.head_dim
 
     dk_strides, dv_strides, vector = _out_strides(dk, dv)
     n_heads = batch * heads_k
     keys = _launch(
         dkdv_kernel,
-        triton.cdiv(seq_k, dkdv.block_k) * n_heads,
+        min(triton.cdiv(seq_k, dkdv.block_k) * n_heads, processors),
         (
             _descriptor(q, dkdv.block_q, padded),
             _descriptor(k, WARPGROUP_ROWS, padded),
@@ -118,8 +114,7 @@ def _prepared(
         ),
         (
             seq_q, seq_k, heads_q, heads_k, group, head_dim // vector,
-            n_heads, heads_at_once(n_heads, seq_q * group, padded, causal), offset, scale,
-            scale_log2, *dk_strides, *dv_strides,
+            n_heads, offset, scale, scale_log2, *dk_strides, *dv_strides,
         ),
         _dkdv_constants(config, causal, with_flags, vector),
         _options(dkdv.warpgroups),
@@ -129,7 +124,7 @@ def _prepared(
     n_heads = batch * heads_q
     queries = _launch(
         dq_kernel,
-        triton.cdiv(seq_q, dq_tile.block_q) * n_heads,
+        min(triton.cdiv(seq_q, dq_tile.block_q) * n_heads, processors),
         (
             _descriptor(q, WARPGROUP_ROWS, padded),
             _descriptor(k, dq_tile.block_k, padded),
@@ -138,8 +133,7 @@ def _prepared(
         ),
         (
             seq_q, seq_k, heads_q, group, head_dim // vector,
-            n_heads, heads_at_once(n_heads, seq_k, padded, causal), offset, scale, scale_log2,
-            *dq_strides,
+            n_heads, offset, scale, scale_log2, *dq_strides,
         ),
         _dq_constants(config, causal, with_flags, vector),
         _options(dq_tile.warpgroups),

@@ -67,36 +67,26 @@ class BackwardConfig:
     dq: DqTile
 
 
-def heads_at_once(n_heads: int, streamed_rows: int, head_dim: int, causal: bool) -> int:
-    """How many heads walk their tiles side by side, so that what they stream fits the L2 cache.
-
-    Full attention has tiles of equal work, and one head after the other is best; under a causal
-    mask the heads' longest tiles start together.
-    """
-    if not causal:
-        return 1
-    l2_bytes = 24 << 20
-    return max(1, min(n_heads, l2_bytes // (streamed_rows * head_dim * 2 * 2)))
-
-
 def dkdv_shared_bytes(config: BackwardConfig, *, causal: bool, flags: bool = False) -> int:
     """Shared memory of the dk and dv kernel, aligned outputs; others take up to 16 bytes more."""
     tile = config.dkdv
     rows = 2 * tile.block_k + 2 * tile.stages * tile.block_q
     statistics = 2 * tile.stages * tile.block_q * 4
     exchange = tile.p_stages * tile.block_k * tile.block_q * _ELEMENT_BYTES
-    barriers = _barrier_bytes(2 * tile.block_k // WARPGROUP_ROWS, *4 * (tile.stages,))
+    panels = 2 * tile.block_k // WARPGROUP_ROWS
+    barriers = _barrier_bytes(panels, panels, *4 * (tile.stages,))
     if tile.split == "keys":
-        arguments = 352 + 16 * causal
+        arguments = 384
     else:
         barriers += _barrier_bytes(tile.p_stages, tile.p_stages)
-        arguments = 384 + 16 * (causal and flags)
+        arguments = 400
     return (
         rows * config.head_dim * _ELEMENT_BYTES
         + statistics
         + exchange
         + barriers
         + arguments
+        + 16 * (causal or flags)
         + _state_bytes(tile.warpgroups)
     )
 
@@ -105,8 +95,8 @@ def dq_shared_bytes(config: BackwardConfig, *, causal: bool, flags: bool = False
     """Shared memory of the dq kernel, aligned outputs; others take up to 16 bytes more."""
     tile = config.dq
     rows = 2 * tile.block_q + (tile.k_stages + tile.v_stages) * tile.block_k
-    barriers = _barrier_bytes(tile.warpgroups, *2 * (tile.k_stages, tile.v_stages))
-    arguments = 304 + 16 * flags
+    barriers = _barrier_bytes(*2 * (tile.warpgroups, tile.k_stages, tile.v_stages))
+    arguments = 320 + 16 * (causal or flags)
     return (
         rows * config.head_dim * _ELEMENT_BYTES
         + barriers

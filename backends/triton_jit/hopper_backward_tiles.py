@@ -1,4 +1,4 @@
-"""What both backward kernels on Hopper share: who owns which tile, loading rows, storing a tile.
+"""What the backward kernels on Hopper share: who owns which tile, loading rows, storing a tile.
 
 The rule kept here: tensors are (B, H, S, D) and a tile lies inside one (batch, head), so that rows
 and columns beyond its end read as zero, and never as another sequence.
@@ -7,27 +7,85 @@ and columns beyond its end read as zero, and never as another sequence.
 # Annotations stay real objects here (no `from __future__`): Triton reads them to type arguments.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from portattn.backends.triton_jit.hopper_parts import load_box, rows_with_nan, store_rows
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
-# Triton 3.9 renamed the loader.
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+@gluon.jit
+def turns(n_tiles, n_heads, CAUSAL: gl.constexpr):
+    """How many tiles this program takes, one after another (see `place`)."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    total = n_tiles * n_heads
+    if CAUSAL:
+        pairs = n_heads // 2 * n_tiles + n_heads % 2 * gl.cdiv(n_tiles, 2)
+        own = (pairs - program + programs - 1) // programs
+        return gl.where(total > programs, 2 * own, 1)
+    else:
+        return (total - program + programs - 1) // programs
 
 
 @gluon.jit
-def tile_and_head(n_tiles, n_heads, heads_at_once):
-    """Tile and head of this program: `heads_at_once` heads walk their tiles side by side.
-
-    Their streamed operands share the L2 cache while the tiles with most work start first.
-    """
+def place(turn, n_tiles, n_heads, CAUSAL: gl.constexpr):
+    """Tile and head of this program's next turn, heads one after another, so that what a head's
+    tiles stream stays in the L2 cache. Under a causal mask tiles shrink from the first to the last:
+    a program takes one of a head, and as far from the end the next head's, which make as much work
+    together as any other pair. An odd last head makes pairs of its own, and does the middle tile of
+    an odd number twice."""
     program = gl.program_id(0)
-    section = program // (heads_at_once * n_tiles)
-    first_head = section * heads_at_once
-    rest = program - first_head * n_tiles
-    heads = gl.minimum(heads_at_once, n_heads - first_head)
-    return rest // heads, first_head + rest % heads
+    programs = gl.num_programs(0)
+    index = turn * programs + program
+    head = index // n_tiles
+    tile = index - head * n_tiles
+    if CAUSAL:  # noqa: SIM102 (one question is the compiler's, the other the program's)
+        if n_tiles * n_heads > programs:
+            pair = turn // 2 * programs + program
+            two = pair // n_tiles
+            head = gl.minimum(2 * two + turn % 2, n_heads - 1)
+            tile = pair - two * n_tiles
+            if turn % 2 == 1:
+                tile = n_tiles - 1 - tile
+    return tile, head
+
+
+@gluon.jit
+def key_tile(
+    turn, seq_q, seq_k, heads_k, n_heads, causal_offset,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Tile, head of all, its batch, and how many query blocks see the tile, and see it whole."""
+    n_q_blocks = gl.cdiv(seq_q, BLOCK_Q)
+    # Under a causal mask the first keys are seen by most queries: tile 0 has the most work.
+    tile, head = place(turn, gl.cdiv(seq_k, BLOCK_K), n_heads, CAUSAL)
+    n_blocks = n_q_blocks
+    n_unmasked = n_q_blocks
+    if CAUSAL:
+        key_row = tile * BLOCK_K
+        first = gl.maximum(key_row - causal_offset, 0) // BLOCK_Q
+        first_whole = gl.cdiv(gl.maximum(key_row + (BLOCK_K - 1) - causal_offset, 0), BLOCK_Q)
+        # A tile that no query sees still runs one block, all masked, which writes its zeros.
+        n_blocks = n_q_blocks - gl.minimum(first, n_q_blocks - 1)
+        n_unmasked = gl.minimum(gl.maximum(n_q_blocks - first_whole, 1), n_blocks)
+    return tile, head, head // heads_k, n_blocks, n_unmasked
+
+
+@gluon.jit
+def visible_pairs(
+    row, key_row, seq_q, causal_offset, S_LAYOUT: gl.constexpr, BLOCK_Q: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """[64, BLOCK_Q]: which queries (columns) exist and see which keys (rows)."""
+    queries = row + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
+    keys = key_row + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
+    if CAUSAL:
+        # A column that does not exist sees no key: its bound lies below every key.
+        last_key = gl.where(queries < seq_q, queries + causal_offset, -1)
+        return keys[:, None] <= last_key[None, :]
+    else:
+        return (queries < seq_q)[None, :] & (keys >= 0)[:, None]
 
 
 @gluon.jit
@@ -39,28 +97,15 @@ def store_tile(
 
     VECTOR > 1: columns are adjacent, and `n_cols` and `row_stride` count that many elements.
     """
-    layout: gl.constexpr = acc.type.layout
-    ROWS: gl.constexpr = acc.type.shape[0]
-    COLS: gl.constexpr = acc.type.shape[1]
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    cols = gl.arange(0, COLS, gl.SliceLayout(0, layout))
-    inside = (rows < n_rows - first_row)[:, None] & (cols < n_cols * VECTOR)[None, :]
-    row_ptrs = out_ptr + (rows + first_row).to(gl.int64) * (row_stride * VECTOR)
-    if VECTOR > 1:
-        ptrs = row_ptrs[:, None] + cols[None, :]
-        # Whether a pointer is aligned is not known inside a warp-specialised function.
-        ptrs = gl.max_contiguous(gl.multiple_of(ptrs, [1, 2 * VECTOR]), [1, VECTOR])
-    else:
-        ptrs = row_ptrs[:, None] + (cols.to(gl.int64) * col_stride)[None, :]
-    out = acc.to(out_ptr.dtype.element_ty)
-    gl.store(ptrs, out, mask=inside)
+    rows_left = n_rows - first_row
     if FLAGS:
-        # Rows write the same value to one address, which is why the order does not matter.
-        stored = out.to(gl.float32)
-        finite = (stored < float("inf")) & (stored > -float("inf"))
-        bad_rows = gl.max(gl.where(inside & (finite == 0), 1, 0), 1)
-        here = gl.full([ROWS], 0, gl.int32, gl.SliceLayout(1, layout))
-        gl.store(flag_ptr + here, bad_rows, mask=bad_rows != 0)
+        # Columns beyond the head dim hold zeros, or NaN where the row's other columns do. Rows
+        # write the same value to one address, which is why the order does not matter.
+        wrong = rows_with_nan(acc, out_ptr.dtype.element_ty)
+        rows = gl.arange(0, acc.shape[0], wrong.type.layout)
+        gl.store(flag_ptr + rows * 0, wrong, mask=(wrong != 0) & (rows < rows_left))
+    base = out_ptr + first_row.to(gl.int64) * (row_stride * VECTOR)
+    store_rows(base, acc, rows_left, n_cols, row_stride, col_stride, VECTOR)
 
 
 @gluon.jit

@@ -48,7 +48,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
         "heads_per_kv",
         "seq_q",
         "seq_k",
-        "value_octets",
+        "columns",
         "causal_offset",
         "scale_log2",
     ],
@@ -76,7 +76,7 @@ def hopper_forward_kernel(
     heads_per_kv: gl.int32,
     seq_q: gl.int32,
     seq_k: gl.int32,
-    value_octets: gl.int32,
+    columns: gl.int32,
     causal_offset: gl.int32,
     scale_log2: gl.float32,
     STAGES: gl.constexpr,
@@ -85,8 +85,7 @@ def hopper_forward_kernel(
     NEGATIVE_SCALE: gl.constexpr,
     WITH_LSE: gl.constexpr,
     WITH_FLAGS: gl.constexpr,
-    OUT_VECTOR: gl.constexpr,
-    OUT_UNIT_COLUMNS: gl.constexpr,
+    VECTOR: gl.constexpr,
 ):
     """Exact attention forward over tiles of 64 * NUM_CONSUMERS query rows."""
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[2]
@@ -117,43 +116,56 @@ def hopper_forward_kernel(
         mbarrier.init(v_empty.index(i), count=NUM_CONSUMERS)
     fence_async_shared()
 
-    # The partitions' arguments stand inline below: in a variable, a compile-time flag would
-    # become a value.
+    # Tuples in variables hold values alone: a compile-time flag in one would become a value, so
+    # that those stand inline below.
     buffers = (q_smem, k_smem, v_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (n_tiles, row_tiles, head_group, heads_total, heads_q, seq_q, seq_k, causal_offset)
     out_strides = (out_stride_b, out_stride_h, out_stride_s, out_stride_d)
     lse_strides = (lse_stride_b, lse_stride_h, lse_stride_s)
+    results = (out_ptr, lse_ptr, flags_ptr, out_strides, lse_strides, columns)
     # Registers: the first partition takes what the others leave of maxnreg * threads.
     # fmt: off
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
             (attend_partition, (
-                0, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
-                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
-                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+                0, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
             (attend_partition, (
-                1, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
-                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
-                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+                1, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
             (load_partition, (
                 q_desc, k_desc, v_desc, buffers, barriers, sizes, heads_per_kv, CAUSAL)),
         ], [4, 1], [240, 24])
+    elif NUM_CONSUMERS == 4:
+        gl.warp_specialize([
+            (attend_partition, (
+                0, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
+            (attend_partition, (
+                1, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
+            (attend_partition, (
+                2, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
+            (attend_partition, (
+                3, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
+            (load_partition, (
+                q_desc, k_desc, v_desc, buffers, barriers, sizes, heads_per_kv, CAUSAL)),
+        ], [4, 4, 4, 1], [112, 112, 112, 24])
     else:
         gl.static_assert(NUM_CONSUMERS == 3)
         gl.warp_specialize([
             (attend_partition, (
-                0, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
-                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
-                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+                0, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
             (attend_partition, (
-                1, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
-                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
-                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+                1, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
             (attend_partition, (
-                2, buffers, barriers, sizes, out_ptr, lse_ptr, flags_ptr, out_strides,
-                lse_strides, value_octets, scale_log2, CAUSAL, NEGATIVE_SCALE, WITH_LSE,
-                WITH_FLAGS, OUT_VECTOR, OUT_UNIT_COLUMNS)),
+                2, buffers, barriers, sizes, results, scale_log2,
+                CAUSAL, NEGATIVE_SCALE, WITH_LSE, WITH_FLAGS, VECTOR)),
             (load_partition, (
                 q_desc, k_desc, v_desc, buffers, barriers, sizes, heads_per_kv, CAUSAL)),
         ], [4, 4, 1], [160, 160, 32])
@@ -259,15 +271,14 @@ class Prepared:
             _descriptor(v, kv_block, layout),
         ]
         out_strides = _strides(out, 4)
-        unit_columns = out_strides[3] == 1
         vectors = (
-            unit_columns
+            out_strides[3] == 1
             and out.data_ptr() % 16 == 0
             and value_dim % 8 == 0
             and all(stride % 8 == 0 for stride in out_strides[:3])
         )
-        if vectors:
-            out_strides[:3] = [stride // 8 for stride in out_strides[:3]]
+        vector = 8 if vectors else 1
+        out_strides[:3] = [stride // vector for stride in out_strides[:3]]
         scale_log2 = scale * LOG2_E
         if abs(scale_log2) < SMALLEST_SCALE:
             # A scale of zero would turn the -inf of hidden keys into NaN.
@@ -284,7 +295,7 @@ class Prepared:
             heads_q // heads_k,
             seq_q,
             seq_k,
-            -(-value_dim // 8),
+            value_dim // vector,
             0 if causal_offset is None else causal_offset,
             scale_log2,
         )
@@ -295,8 +306,7 @@ class Prepared:
             "NEGATIVE_SCALE": scale_log2 < 0,
             "WITH_LSE": lse is not None,
             "WITH_FLAGS": with_flags,
-            "OUT_VECTOR": 8 if vectors else 1,
-            "OUT_UNIT_COLUMNS": unit_columns,
+            "VECTOR": vector,
         }
         options = {"num_warps": config.num_warps, "maxnreg": config.maxnreg}
 
@@ -329,8 +339,7 @@ def compile_ahead(
         "NEGATIVE_SCALE": negative_scale,
         "WITH_LSE": with_lse,
         "WITH_FLAGS": with_flags,
-        "OUT_VECTOR": 8 if vectors else 1,
-        "OUT_UNIT_COLUMNS": True,
+        "VECTOR": 8 if vectors else 1,
     }
 
     def descriptor(block):

@@ -14,33 +14,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from portattn.backends.triton_jit.hopper_parts import load_box, per_tile, rows_with_nan, store_rows
+
 WARPGROUP_ROWS = gl.constexpr(64)  # the M of one wgmma
 LN2 = gl.constexpr(math.log(2.0))
-# Names that changed after Triton 3.6.
-_tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# A name that changed after Triton 3.6.
 _barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-
-
-@gluon.constexpr_function
-def _row_vectors(head_dim):
-    """Layout in which a thread holds 8 neighbouring columns: a quad writes 64 bytes of a row.
-
-    Lanes keep their rows and warps theirs, so that the conversion from the accumulator's layout
-    stays inside a quad and needs no shared memory.
-    """
-    columns = [[0, 1 << bit] for bit in range(5, head_dim.bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], *columns, [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, head_dim],
-    )
 
 
 @gluon.jit
@@ -100,17 +83,18 @@ def load_partition(
             first_row, first_row + (BLOCK_Q - 1), seq_q, seq_k, causal_offset, BLOCK_K, CAUSAL
         )
 
-        # Block 0 of the keys goes between the query loads: warpgroup 0 can start on it.
+        # The first block of keys goes between the query loads: warpgroup 0 can start on it.
+        first_key = (n_blocks - 1) * BLOCK_K
         mbarrier.wait(q_empty.index(0), q_phase)
         mbarrier.expect(q_full.index(0), q_desc.block_type.nbytes)
-        _tma_load(q_desc, [batch, head, first_row, 0], q_full.index(0), q_smem.index(0))
+        load_box(q_desc, [batch, head, first_row, 0], q_full.index(0), q_smem.index(0))
         mbarrier.wait(k_empty.index(slot), phase)
         mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-        _tma_load(k_desc, [batch, head_k, 0, 0], k_full.index(slot), k_smem.index(slot))
+        load_box(k_desc, [batch, head_k, first_key, 0], k_full.index(slot), k_smem.index(slot))
         for i in gl.static_range(1, NUM_CONSUMERS):
             mbarrier.wait(q_empty.index(i), q_phase)
             mbarrier.expect(q_full.index(i), q_desc.block_type.nbytes)
-            _tma_load(
+            load_box(
                 q_desc,
                 [batch, head, first_row + i * WARPGROUP_ROWS, 0],
                 q_full.index(i),
@@ -118,59 +102,35 @@ def load_partition(
             )
         mbarrier.wait(v_empty.index(slot), phase)
         mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-        _tma_load(v_desc, [batch, head_k, 0, 0], v_full.index(slot), v_smem.index(slot))
+        load_box(v_desc, [batch, head_k, first_key, 0], v_full.index(slot), v_smem.index(slot))
         slot, phase = _advance(slot, phase, STAGES)
 
-        for j in range(1, n_blocks):
+        for _ in range(1, n_blocks):
+            first_key -= BLOCK_K
             mbarrier.wait(k_empty.index(slot), phase)
             mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-            _tma_load(
-                k_desc, [batch, head_k, j * BLOCK_K, 0], k_full.index(slot), k_smem.index(slot)
-            )
+            load_box(k_desc, [batch, head_k, first_key, 0], k_full.index(slot), k_smem.index(slot))
             mbarrier.wait(v_empty.index(slot), phase)
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-            _tma_load(
-                v_desc, [batch, head_k, j * BLOCK_K, 0], v_full.index(slot), v_smem.index(slot)
-            )
+            load_box(v_desc, [batch, head_k, first_key, 0], v_full.index(slot), v_smem.index(slot))
             slot, phase = _advance(slot, phase, STAGES)
         q_phase ^= 1
 
 
 @gluon.jit
 def _softmax_block(
-    scores,
-    row_max,
-    row_sum,
-    scale_log2,
-    last_key,
-    MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    NEGATIVE_SCALE: gl.constexpr,
+    scores, row_max, row_sum, scale_log2, NEGATIVE_SCALE: gl.constexpr, SOME_HIDDEN: gl.constexpr
 ):
-    """One online-softmax step in base 2, on unscaled scores [64, BLOCK_K].
-
-    `last_key` is the last visible column of this block: per row [64] where causal, else a scalar.
-    """
-    BLOCK_K: gl.constexpr = scores.shape[1]
-    if MASKED:
-        # What times the scale gives -inf: hidden keys keep their place in the one fused
-        # multiply-add below.
-        HIDDEN: gl.constexpr = float("inf") if NEGATIVE_SCALE else float("-inf")
-        cols = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores.type.layout))
-        if CAUSAL:
-            visible = cols[None, :] <= last_key[:, None]  # [64, BLOCK_K]
-        else:
-            visible = (cols <= last_key)[None, :]  # [1, BLOCK_K]
-        scores = gl.where(visible, scores, HIDDEN)
+    """One online-softmax step in base 2, on unscaled scores [64, BLOCK_K]: weights, the new maxima
+    and sums, and what the earlier output shrinks by."""
     if NEGATIVE_SCALE:
         block_max = gl.min(scores, 1) * scale_log2  # [64]
     else:
         block_max = gl.max(scores, 1) * scale_log2  # [64]
     new_max = gl.maximum(row_max, block_max)
     shift = new_max
-    if MASKED:
-        # A row that has seen no key yet: -inf - -inf would be NaN. Unmasked blocks show a key to
-        # each row, and masked ones come after them.
+    if SOME_HIDDEN:
+        # A row that has seen no key yet: -inf - -inf would be NaN. Whole blocks show each row one.
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     weights = gl.exp2(scores * scale_log2 - shift[:, None])
     rescale = gl.exp2(row_max - shift)
@@ -179,41 +139,79 @@ def _softmax_block(
 
 
 @gluon.jit
-def _attend_blocks(
-    q,
-    k_smem,
-    v_smem,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    weights,
-    acc,
-    row_max,
-    row_sum,
-    slot,
-    phase,
-    v_slot,
-    v_phase,
-    begin,
-    end,
-    scale_log2,
-    last_key,
-    MASKED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    NEGATIVE_SCALE: gl.constexpr,
-):
-    """Blocks begin..end-1: scores of block j while block j-1 meets its values.
+def _cut_blocks(
+    q, ring, state, blocks, full_blocks, count, scale_log2, last_key,
+    CAUSAL: gl.constexpr, NEGATIVE_SCALE: gl.constexpr,
+):  # fmt: skip
+    """The last ``count`` of ``blocks``, the only ones that the diagonal or the end of the keys may
+    cut; ``full_blocks`` are whole. One after another: they are one or two, and the first has no
+    product to overlap with.
 
-    `weights` enters and leaves as the 16-bit left operand of the product that is still owed.
+    ``last_key`` is the last visible key: per row [64] where causal, else a scalar. ``state`` leaves
+    as `_whole_blocks` takes it.
     """
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
+    acc, row_max, row_sum, slot, phase = state
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_K: gl.constexpr = k_smem.shape[3]
+    HEAD_DIM: gl.constexpr = k_smem.shape[4]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    acc_layout: gl.constexpr = acc.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    # What times the scale gives -inf: hidden keys keep their place in the one fused multiply-add.
+    HIDDEN: gl.constexpr = float("inf") if NEGATIVE_SCALE else float("-inf")
+    zeros = gl.full([WARPGROUP_ROWS, BLOCK_K], 0.0, gl.float32, scores_layout)
+    weights = gl.full([WARPGROUP_ROWS, BLOCK_K], 0.0, k_smem.dtype, operand)
+    # Not the slot's own value: a name that shares it would not count as carried by the loop.
+    v_slot = 0
+    v_phase = 0
+    for i in range(count):
+        mbarrier.wait(k_full.index(slot), phase)
+        k = k_smem.index(slot).reshape([BLOCK_K, HEAD_DIM])
+        scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores_token,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        block = blocks - 1 - i
+        if block >= full_blocks:
+            cols = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores_layout))
+            last = last_key - block * BLOCK_K
+            if CAUSAL:
+                visible = cols[None, :] <= last[:, None]  # [64, BLOCK_K]
+            else:
+                visible = (cols <= last)[None, :]  # [1, BLOCK_K]
+            scores = gl.where(visible, scores, HIDDEN)
+        p, row_max, row_sum, rescale = _softmax_block(
+            scores, row_max, row_sum, scale_log2, NEGATIVE_SCALE, True
+        )
+        if i > 0:
+            mbarrier.wait(v_full.index(v_slot), v_phase)
+            v = v_smem.index(v_slot).reshape([BLOCK_K, HEAD_DIM])
+            acc = warpgroup_mma(weights, v, acc, is_async=False)
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+        weights = gl.convert_layout(p.to(k_smem.dtype), operand)
+        v_slot = slot
+        v_phase = phase
+        slot, phase = _advance(slot, phase, STAGES)
+    return weights, acc, row_max, row_sum, slot, phase, v_slot, v_phase
+
+
+@gluon.jit
+def _whole_blocks(q, ring, state, count, scale_log2, NEGATIVE_SCALE: gl.constexpr):
+    """The next ``count`` blocks: the scores of each while the block before it meets its values.
+
+    ``weights`` enters and leaves as the 16-bit left operand of the product that is still owed, with
+    the values of ``v_slot``.
+    """
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty = ring
+    weights, acc, row_max, row_sum, slot, phase, v_slot, v_phase = state
     STAGES: gl.constexpr = k_smem.shape[0]
     BLOCK_K: gl.constexpr = k_smem.shape[3]
     HEAD_DIM: gl.constexpr = k_smem.shape[4]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     acc_layout: gl.constexpr = acc.type.layout
     zeros = gl.full([WARPGROUP_ROWS, BLOCK_K], 0.0, gl.float32, scores_layout)
-    for j in range(begin, end):
+    for _ in range(count):
         mbarrier.wait(k_full.index(slot), phase)
         k = k_smem.index(slot).reshape([BLOCK_K, HEAD_DIM])
         scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -223,14 +221,7 @@ def _attend_blocks(
         scores = warpgroup_mma_wait(1, deps=(scores_token,))  # [64, BLOCK_K]
         mbarrier.arrive(k_empty.index(slot), count=1)
         p, row_max, row_sum, rescale = _softmax_block(
-            scores,
-            row_max,
-            row_sum,
-            scale_log2,
-            last_key - j * BLOCK_K,
-            MASKED,
-            CAUSAL,
-            NEGATIVE_SCALE,
+            scores, row_max, row_sum, scale_log2, NEGATIVE_SCALE, False
         )
         # The old weights are registers that the product still reads: they are replaced only now.
         acc = warpgroup_mma_wait(0, deps=(acc_token,))  # [64, HEAD_DIM]
@@ -249,19 +240,13 @@ def attend_partition(
     buffers,
     barriers,
     sizes,
-    out_ptr,
-    lse_ptr,
-    flags_ptr,
-    out_strides,
-    lse_strides,
-    value_octets,
+    results,
     scale_log2,
     CAUSAL: gl.constexpr,
     NEGATIVE_SCALE: gl.constexpr,
     WITH_LSE: gl.constexpr,
     WITH_FLAGS: gl.constexpr,
-    OUT_VECTOR: gl.constexpr,
-    OUT_UNIT_COLUMNS: gl.constexpr,
+    VECTOR: gl.constexpr,
 ):
     """One consumer warpgroup: 64 query rows of each tile."""
     q_smem, k_smem, v_smem = buffers
@@ -276,8 +261,8 @@ def attend_partition(
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     rows_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    zeros = gl.full([WARPGROUP_ROWS, BLOCK_K], 0.0, gl.float32, scores_layout)
     q = q_smem.index(WARPGROUP).reshape([WARPGROUP_ROWS, HEAD_DIM])
+    ring = (k_smem, v_smem, k_full, k_empty, v_full, v_empty)
     slot = 0
     phase = 0
     q_phase = 0
@@ -301,83 +286,11 @@ def attend_partition(
             first_count = gl.minimum(gl.maximum(first_row + causal_offset + 1, 0), seq_k)
             full_blocks = gl.minimum(first_count // BLOCK_K, own_blocks)
             rows = first_row + gl.arange(0, WARPGROUP_ROWS, rows_layout)
-            last_key = gl.minimum(rows + _per_tile(causal_offset), _per_tile(seq_k) - 1)  # [64]
+            last_key = gl.minimum(rows + per_tile(causal_offset), per_tile(seq_k) - 1)  # [64]
         else:
             full_blocks = gl.minimum(seq_k // BLOCK_K, own_blocks)
             last_key = seq_k - 1
 
-        # Block 0 has no product to overlap with; it alone is masked without need.
-        row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, rows_layout)
-        row_sum = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, rows_layout)
-        acc = gl.full([WARPGROUP_ROWS, HEAD_DIM], 0.0, gl.float32, acc_layout)
-        mbarrier.wait(q_full.index(WARPGROUP), q_phase)
-        mbarrier.wait(k_full.index(slot), phase)
-        k = k_smem.index(slot).reshape([BLOCK_K, HEAD_DIM])
-        scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=(scores_token,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        p, row_max, row_sum, _ = _softmax_block(
-            scores, row_max, row_sum, scale_log2, last_key, True, CAUSAL, NEGATIVE_SCALE
-        )
-        weights = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, acc_layout, 2))
-        v_slot = slot
-        v_phase = phase
-        slot, phase = _advance(slot, phase, STAGES)
-
-        weights, acc, row_max, row_sum, slot, phase, v_slot, v_phase = _attend_blocks(
-            q,
-            k_smem,
-            v_smem,
-            k_full,
-            k_empty,
-            v_full,
-            v_empty,
-            weights,
-            acc,
-            row_max,
-            row_sum,
-            slot,
-            phase,
-            v_slot,
-            v_phase,
-            1,
-            full_blocks,
-            scale_log2,
-            last_key,
-            False,
-            CAUSAL,
-            NEGATIVE_SCALE,
-        )
-        weights, acc, row_max, row_sum, slot, phase, v_slot, v_phase = _attend_blocks(
-            q,
-            k_smem,
-            v_smem,
-            k_full,
-            k_empty,
-            v_full,
-            v_empty,
-            weights,
-            acc,
-            row_max,
-            row_sum,
-            slot,
-            phase,
-            v_slot,
-            v_phase,
-            gl.maximum(full_blocks, 1),
-            own_blocks,
-            scale_log2,
-            last_key,
-            True,
-            CAUSAL,
-            NEGATIVE_SCALE,
-        )
-        mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
-
-        mbarrier.wait(v_full.index(v_slot), v_phase)
-        v = v_smem.index(v_slot).reshape([BLOCK_K, HEAD_DIM])
-        acc = warpgroup_mma(weights, v, acc, is_async=False)
-        mbarrier.arrive(v_empty.index(v_slot), count=1)
         # Blocks that only the warpgroups below need. Waiting for each keeps this release in the
         # phase of its own use.
         for _ in range(own_blocks, n_blocks):
@@ -386,101 +299,58 @@ def attend_partition(
             mbarrier.wait(v_full.index(slot), phase)
             mbarrier.arrive(v_empty.index(slot), count=1)
             slot, phase = _advance(slot, phase, STAGES)
+
+        acc = gl.full([WARPGROUP_ROWS, HEAD_DIM], 0.0, gl.float32, acc_layout)
+        row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, rows_layout)
+        row_sum = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, rows_layout)
+        cut = gl.maximum(own_blocks - full_blocks, 1)
+        mbarrier.wait(q_full.index(WARPGROUP), q_phase)
+        state = _cut_blocks(
+            q, ring, (acc, row_max, row_sum, slot, phase), own_blocks, full_blocks, cut,
+            scale_log2, last_key, CAUSAL, NEGATIVE_SCALE,
+        )  # fmt: skip
+        state = _whole_blocks(q, ring, state, own_blocks - cut, scale_log2, NEGATIVE_SCALE)
+        weights, acc, row_max, row_sum, slot, phase, v_slot, v_phase = state
+        mbarrier.arrive(q_empty.index(WARPGROUP), count=1)
         q_phase ^= 1
 
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        v = v_smem.index(v_slot).reshape([BLOCK_K, HEAD_DIM])
+        acc = warpgroup_mma(weights, v, acc, is_async=False)
+        mbarrier.arrive(v_empty.index(v_slot), count=1)
+
         _store_rows(
-            WARPGROUP,
-            acc,
-            row_max,
-            row_sum,
-            out_ptr,
-            lse_ptr,
-            flags_ptr,
-            out_strides,
-            lse_strides,
-            row_tile,
-            row_tiles,
-            batch_head,
-            first_row,
-            heads_q,
-            seq_q,
-            value_octets,
-            dtype,
-            NUM_CONSUMERS,
-            WITH_LSE,
-            WITH_FLAGS,
-            OUT_VECTOR,
-            OUT_UNIT_COLUMNS,
-        )
-
-
-@gluon.jit
-def _per_tile(value):
-    """The value itself, in a way that keeps what is computed from it inside the tile's epilogue.
-
-    Addresses and masks hoisted out of the loop over tiles would live in registers through the
-    loops over keys, which have none to spare.
-    """
-    if value.dtype == gl.int64:
-        kept = gl.inline_asm_elementwise(
-            "mov.b64 $0, $1;", "=l,l", [value], dtype=gl.int64, is_pure=False, pack=1
-        )
-    else:
-        kept = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
-        )
-    return kept
+            WARPGROUP, acc, row_max, row_sum, results, row_tile, row_tiles, batch_head, first_row,
+            heads_q, seq_q, dtype, NUM_CONSUMERS, WITH_LSE, WITH_FLAGS, VECTOR,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _store_rows(
-    WARPGROUP: gl.constexpr,
-    acc,
-    row_max,
-    row_sum,
-    out_ptr,
-    lse_ptr,
-    flags_ptr,
-    out_strides,
-    lse_strides,
-    row_tile,
-    row_tiles,
-    batch_head,
-    first_row,
-    heads_q,
-    seq_q,
-    value_octets,
-    dtype: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
-    WITH_LSE: gl.constexpr,
-    WITH_FLAGS: gl.constexpr,
-    OUT_VECTOR: gl.constexpr,
-    OUT_UNIT_COLUMNS: gl.constexpr,
-):
+    WARPGROUP: gl.constexpr, acc, row_max, row_sum, results, row_tile, row_tiles, batch_head,
+    first_row, heads_q, seq_q, dtype: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+    WITH_LSE: gl.constexpr, WITH_FLAGS: gl.constexpr, VECTOR: gl.constexpr,
+):  # fmt: skip
     """Normalise and store 64 rows, their lse and their part of the tile's flag."""
+    out_ptr, lse_ptr, flags_ptr, out_strides, lse_strides, columns = results
     out_stride_b, out_stride_h, out_stride_s, out_stride_d = out_strides
     lse_stride_b, lse_stride_h, lse_stride_s = lse_strides
-    HEAD_DIM: gl.constexpr = acc.shape[1]
     acc_layout: gl.constexpr = acc.type.layout
     batch = batch_head // heads_q
     head = (batch_head - batch * heads_q).to(gl.int64)
     batch = batch.to(gl.int64)
-    out_stride_s = _per_tile(out_stride_s)
-    lse_stride_s = _per_tile(lse_stride_s)
-    value_octets = _per_tile(value_octets)
+    out_stride_s = per_tile(out_stride_s)
+    lse_stride_s = per_tile(lse_stride_s)
     rows_left = seq_q - first_row  # rows of this warpgroup that exist: may be 0 or less
 
     # A row without a key has sum 0 and accumulator 0: any finite divisor keeps the zero.
     inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc_layout))[:, None]
 
-    values = acc.to(dtype)  # [64, HEAD_DIM]
-
     if WITH_FLAGS:
-        # On the rounded values: float16 may overflow. Columns beyond the head dim hold zeros, or
-        # NaN where the row's weights do, so that they need no mask.
-        finite = gl.abs(values.to(gl.float32)) < float("inf")
-        wrong = gl.max(gl.where(finite, 0, 1), 1)  # [64]
+        # Columns beyond the head dim hold zeros, or NaN where the row's weights do, so that they
+        # need no mask.
+        wrong = rows_with_nan(acc, dtype)
         own_rows = gl.arange(0, WARPGROUP_ROWS, wrong.type.layout)
         # Each warpgroup owns one byte of the tile's word, so that none waits for another: it
         # clears the byte, and the rows that hold NaN or inf set it.
@@ -497,24 +367,14 @@ def _store_rows(
             for i in gl.static_range(NUM_CONSUMERS, 4):
                 gl.store(word + i, 0)
 
-    out_layout: gl.constexpr = _row_vectors(HEAD_DIM)
-    values = gl.convert_layout(values, out_layout)
-    rows = gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, out_layout))
-    cols = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
-    # Strides come in units of OUT_VECTOR elements: the compiler sees that they are multiples.
+    # Strides come in units of VECTOR elements: the compiler sees that they are multiples.
     base = (
         out_ptr
-        + batch * (out_stride_b * OUT_VECTOR)
-        + head * (out_stride_h * OUT_VECTOR)
-        + first_row.to(gl.int64) * (out_stride_s * OUT_VECTOR)
+        + batch * (out_stride_b * VECTOR)
+        + head * (out_stride_h * VECTOR)
+        + first_row.to(gl.int64) * (out_stride_s * VECTOR)
     )
-    row_offsets = rows.to(gl.int64) * (out_stride_s * OUT_VECTOR)
-    if OUT_UNIT_COLUMNS:
-        col_offsets = cols.to(gl.int64)
-    else:
-        col_offsets = cols.to(gl.int64) * _per_tile(out_stride_d)
-    inside = (rows < rows_left)[:, None] & (cols < value_octets * 8)[None, :]
-    gl.store(base + row_offsets[:, None] + col_offsets[None, :], values, mask=inside)
+    store_rows(base, acc, rows_left, columns, out_stride_s, out_stride_d, VECTOR)
 
     if WITH_LSE:
         lse_rows = gl.arange(0, WARPGROUP_ROWS, row_max.type.layout)

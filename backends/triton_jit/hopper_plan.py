@@ -9,17 +9,21 @@ from __future__ import annotations
 WARPGROUP_ROWS = 64  # query rows of one consumer warpgroup: the M of one wgmma
 SHARED_LIMIT = 232_448  # bytes that one block may have on sm_90
 _BARRIER_ALIGNMENT = 16
-_EPILOGUE_SCRATCH = 2048  # bytes per consumer: one step of the change of layout before the store
+_ARGUMENTS = 320  # bytes that warp specialization passes to its functions, with Triton 3.6
 
-# Per padded head dim: (block_k, stages, consumer warpgroups), the first that fits is taken. Three
-# consumers have 160 registers each in place of 240: few of them spill, and a longer tile hides more
-# of the softmax where rows are long.
+# Per padded head dim: (block_k, stages, consumer warpgroups), the first that fits is taken. At head
+# dim 64 the softmax takes as long as the products, and more warpgroups hide more of it: three over
+# long rows, and over short ones four, whose smaller blocks waste less at a tile's ends.
 FORWARD_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((128, 2, 3), (128, 2, 2), (64, 2, 2)),
+    64: ((128, 2, 3), (64, 4, 4), (128, 2, 2), (64, 2, 2)),
     128: ((128, 2, 2), (64, 3, 2), (64, 2, 2)),
     256: ((64, 2, 2), (32, 3, 2)),
 }
-MAX_REGISTERS = {2: 168, 3: 128}  # maxnreg at launch, by consumers: threads * maxnreg <= 65536
+MAX_REGISTERS = {
+    2: 168,
+    3: 128,
+    4: 96,
+}  # maxnreg at launch, by consumers: threads * maxnreg <= 65536
 
 
 def head_dim_pad(head_dim: int, value_dim: int) -> int:
@@ -41,7 +45,7 @@ def forward_shared_bytes(
 ) -> int:
     """Bytes of shared memory of one block, as the compiler lays them out."""
     rows = WARPGROUP_ROWS * num_consumers + 2 * stages * block_k  # of q; of k and v
-    size = rows * head_dim_pad * element_bytes + _EPILOGUE_SCRATCH * num_consumers
+    size = rows * head_dim_pad * element_bytes + _ARGUMENTS
     # Barrier arrays, the larger first: two of q, four of k and v.
     for entries in sorted([num_consumers] * 2 + [stages] * 4, reverse=True):
         size = -(-size // _BARRIER_ALIGNMENT) * _BARRIER_ALIGNMENT + 8 * entries

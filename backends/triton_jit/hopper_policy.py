@@ -87,13 +87,14 @@ def why_portable(problem: Problem, *, forced: bool = False) -> str:
 
 
 def forward_tile(problem: Problem, limit: int) -> ForwardTile | None:
-    """The first tile that fits ``limit`` bytes of shared memory; short rows leave three warpgroups
-    too little to do."""
+    """The first tile that fits ``limit`` bytes of shared memory: of three warpgroups over long rows
+    alone, of four over short ones."""
     pad = hopper_plan.head_dim_pad(problem.head_dim, problem.head_dim_v)
     for block_k, stages, consumers in hopper_plan.FORWARD_TILES[pad]:
         tile = ForwardTile(pad, block_k, stages, consumers)
-        if tile.shared_bytes <= limit and (consumers == 2 or problem.seq_k > SHORT):
-            return tile
+        if tile.shared_bytes > limit or consumers == (4 if problem.seq_k > SHORT else 3):
+            continue
+        return tile
     return None
 
 

@@ -8,6 +8,7 @@ Triton's own only where that one raises, or hands out a kernel that is not whole
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -33,23 +34,37 @@ def usable() -> None:
         compiler_key.remember()
 
 
-_LAUNCHES = threading.RLock()
+def ask_assembler(capability: int) -> None:
+    """Ask ptxas for its version, as Triton will: it is a program of its own, and while it answers
+    the caller imports what the first launch needs."""
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            from triton.backends.nvidia.compiler import get_ptxas_version
+
+            get_ptxas_version(capability)
+
+    threading.Thread(target=ask, name="portattn-ptxas", daemon=True).start()
 
 
 def one_at_a_time(*kernels: Any) -> None:
-    """Let one thread launch at a time. Triton's first launch of a kernel is no place for two: each
-    compiles it, and the second finds a launcher whose function is not loaded yet (triton#11494)."""
+    """Let one thread launch a kernel at a time. Triton's first launch of it is no place for two:
+    each compiles it, and the second finds a launcher whose function is not loaded yet
+    (triton#11494)."""
     for kernel in kernels:
-        original = kernel.run
-        if getattr(original, "alone", False) or not hasattr(kernel, "device_caches"):
-            continue  # done already, or interpreted
+        if not getattr(kernel.run, "alone", False) and hasattr(kernel, "device_caches"):
+            kernel.run = _alone(kernel.run)  # else done already, or interpreted
 
-        def run(*args: Any, original: Any = original, **options: Any) -> Any:
-            with _LAUNCHES:
-                return original(*args, **options)
 
-        run.alone = True  # type: ignore[attr-defined]
-        kernel.run = run
+def _alone(original: Any) -> Any:
+    lock = threading.RLock()
+
+    def run(*args: Any, **options: Any) -> Any:
+        with lock:
+            return original(*args, **options)
+
+    run.alone = True  # type: ignore[attr-defined]
+    return run
 
 
 @functools.cache

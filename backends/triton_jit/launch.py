@@ -1,4 +1,4 @@
-"""From a call's arrays to the mechanism that runs it: device, stream, and what can be walked.
+"""From a call's arrays to the mechanism that runs it, on their device and stream.
 
 The rule kept here: the caller's arrays are read where they lie, on their device and current stream,
 and nothing is read back to the host.

@@ -96,7 +96,7 @@ def run(call: Backward, tiles: BackwardTiles) -> None:
     Workspace: eight bytes a row, and partial sums in float32 of dsinks and of a dbias that lacks a
     long axis; paged, the block table sorted by page.
     """
-    common = rows_delta(call, tiles.delta)
+    common = rows_delta(call, tiles.delta, poison=call.dk is not None)
     if call.cu_q is not None:
         # rows in front of the first sequence and behind the last one belong to nobody
         for gradient in (call.dq, None if call.cu_k is None else call.dk, call.dv):
@@ -113,12 +113,13 @@ def run(call: Backward, tiles: BackwardTiles) -> None:
         _run_bias(call, common, tiles.dbias, call.dbias)
 
 
-def rows_delta(call: Backward, tile: Tile) -> _Common:
-    """The arguments of a call, and its rows' delta, (B, Hq, Sq) float32, and dsinks made."""
+def rows_delta(call: Backward, tile: Tile, *, poison: bool) -> _Common:
+    """The arguments of a call, and its rows' delta, (B, Hq, Sq) float32, and dsinks made; with
+    ``poison`` also which rows hold a NaN or infinity, for which q is read."""
     common = _Common(call)
     delta = torch.empty(call.lse.shape, dtype=torch.float32, device=call.q.device)
     common.add("delta", delta, "sb", "sh")
-    common.values["poison"] = torch.empty(call.lse.shape, dtype=torch.int32, device=call.q.device)
+    common.values["poison"] = torch.empty_like(delta, dtype=torch.int32) if poison else None
     _run_delta(call, common, tile)
     return common
 

@@ -81,7 +81,9 @@ def _prepared(
     )
     if offset is None:
         return launch, 0, None
-    return launch, row_tiles * heads, Repair(problem, made, t, tile.block_q)
+    repair = Repair(problem, made, t, tile.block_q)
+    repair.compile_beside(t)
+    return launch, row_tiles * heads, repair
 
 
 def readable(*arrays: Any) -> bool:
@@ -99,7 +101,7 @@ def backward(problem: Problem, made: Config, call: Backward) -> None:
     tiles = made.hopper
     offset = causal_offset(problem)
     device = call.q.device
-    common = launch_backward.rows_delta(call, made.backward.delta)
+    common = launch_backward.rows_delta(call, made.backward.delta, poison=False)
     lse = call.lse if call.lse.is_contiguous() else call.lse.contiguous()
     flags_kv = flags_q = None
     if offset is not None:

@@ -88,6 +88,16 @@ class Prepared:
                 early=config.tma,
             )  # fmt: skip
 
+    def compile_beside(self, t: Tensors) -> None:
+        """Compile what repairs in a thread of its own (see `Launch.compile_beside`), if no launch
+        has yet asked for it."""
+        what = (t.q.device, t.q.dtype, *self.constants.values())
+        if what in _begun or torch.cuda.is_current_stream_capturing():
+            return
+        _begun.add(what)
+        flags = torch.empty(1, dtype=torch.int32, device=t.q.device)
+        self.forward.compile_beside(_arrays(t, flags=flags), t.q.device)
+
     def start(self, t: Tensors, flags: Any) -> None:
         """Launch on these arrays."""
         part = part_lse = None
@@ -95,15 +105,20 @@ class Prepared:
             shape = (self.part_rows, self.part_columns)
             part = torch.empty(shape, dtype=torch.float32, device=t.q.device)
             part_lse = torch.empty(self.part_rows, dtype=torch.float32, device=t.q.device)
-        k_box, v_box = (t.k, t.v) if self.boxed else (None, None)
-        self.forward.start(
-            (
-                t.q, t.k, t.v, k_box, v_box, t.out, t.lse, part, part_lse, t.bias, t.mask,
-                t.slopes, t.sinks, t.cu_q, t.cu_k, t.used, t.table, flags,
-            )
-        )  # fmt: skip
+        boxes = (t.k, t.v) if self.boxed else (None, None)
+        self.forward.start(_arrays(t, boxes, (part, part_lse), flags))
         if self.combine is not None:
             self.combine.start((part, part_lse, t.out, t.lse, t.sinks, t.cu_q))
+
+
+def _arrays(
+    t: Tensors, boxes: Any = (None, None), parts: Any = (None, None), flags: Any = None
+) -> tuple[Any, ...]:
+    """The kernel's arrays, in its order."""
+    return (
+        t.q, t.k, t.v, *boxes, t.out, t.lse, *parts, t.bias, t.mask, t.slopes, t.sinks,
+        t.cu_q, t.cu_k, t.used, t.table, flags,
+    )  # fmt: skip
 
 
 def _launch(
@@ -118,13 +133,15 @@ def _launch(
 ) -> Launch:
     """``constants`` are the last parameters of the kernel, in its order."""
 
-    def first(*arrays: Any) -> Any:
-        return dispatch(kernel, programs, tile, *arrays, *numbers, early=early, **constants)
+    def first(*arrays: Any, only_compile: bool = False) -> Any:
+        how = {"early": early, "only_compile": only_compile}
+        return dispatch(kernel, programs, tile, *arrays, *numbers, **how, **constants)
 
     return Launch(first, programs, (*numbers, *constants.values()), boxes)
 
 
-_COMBINE = plans.Tile(1, 1, 4, 1, 0, 0)
+_COMBINE = plans.Tile(1, 1, 1, 1, 0, 0)
+_begun: set[Any] = set()
 
 
 def _vector(problem: Problem, arrays: Any, strides: Any) -> int:

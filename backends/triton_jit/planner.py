@@ -220,8 +220,15 @@ def tma(on: Target) -> bool:
 def workspace_bytes(problem: Problem, made: Config) -> int:
     """What a call allocates beyond its inputs and outputs."""
     if problem.backward:
-        # delta in float32 and a flag for each row; sums over programs of what broadcasts
+        # delta in float32 for each row
         rows = problem.heads_q * (problem.total_q or problem.batch * problem.seq_q)
+        if made.mechanism == "hopper":
+            flags = 0
+            if problem.causal:
+                flags += problem.heads_k * -(-problem.seq_k // made.hopper.dkdv.block_k)
+                flags += problem.heads_q * -(-problem.seq_q // made.hopper.dq.block_q)
+            return 4 * rows + 4 * problem.batch * flags
+        # and whether it holds a NaN; sums over programs of what broadcasts
         return 8 * rows + _sums_bytes(problem)
     if made.mechanism == "hopper":
         rows = -(-problem.seq_q // made.hopper.block_q)
