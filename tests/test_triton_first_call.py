@@ -42,7 +42,8 @@ BACKWARD = {
     f"portattn.backends.triton_jit.{name}"
     for name in (
         "backward", "backward_keys", "backward_sums", "hopper_backward", "hopper_backward_dkdv",
-        "hopper_backward_dq", "hopper_backward_tiles", "launch_backward", "launch_gradients",
+        "hopper_backward_dq", "hopper_backward_keys", "hopper_backward_products",
+        "hopper_backward_tiles", "launch_backward", "launch_gradients",
     )
 }  # fmt: skip
 GLUON = "triton.experimental.gluon"
