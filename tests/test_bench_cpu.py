@@ -83,9 +83,9 @@ def test_tile_products_visit_the_tiles_of_the_cell(
     monkeypatch.setattr(contenders.np, "matmul", noted)
     run()
     scores = [shape for shape in shapes if shape[1] != 16]
-    # Rows [0, 384), [384, 768), [768, 800) of each head see 584, 968 and 1000 keys.
+    # Rows [0, 512) and [512, 800) of each head see 712 and 1000 keys.
     keys = [384, 384, 232] if not causal else [384, 384]
-    want = [(384, n) for n in keys] + [(m, n) for m in (384, 32) for n in (384, 384, 232)]
+    want = [(512, n) for n in keys] + [(288, n) for n in (384, 384, 232)]
     assert sorted(scores) == sorted(want * 4)
     assert len(shapes) == 2 * len(scores)
 

@@ -1094,7 +1094,7 @@ def test_the_plan_is_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         BACKEND.plan(Problem.from_numbers(head_dim=64, seq_q=n), Machine.here())
         for n in (1 << 12, 1 << 18)
     ]
-    assert plans[0].tile == plans[1].tile == (("block_q", 384), ("block_k", 384))
+    assert plans[0].tile == plans[1].tile == (("block_q", 512), ("block_k", 384))
     assert plans[0].workspace_bytes <= plans[1].workspace_bytes <= 64 << 20
     assert plans[0].config == config.choose(Problem.from_numbers(head_dim=64))
 

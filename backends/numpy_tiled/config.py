@@ -102,11 +102,12 @@ def choose(problem: Problem) -> Config:
         copy_k //= 2
     # Numbers of float64 take twice the room, inputs of 16 bits a copy beside them, and gradients
     # three tiles of scores.
-    block = 384 if problem.dtype == "float32" and not problem.backward else 256
+    roomy = problem.dtype == "float32" and not problem.backward
+    block_q, block_k = (512, 384) if roomy else (256, 256)
     return Config(
-        block_q=block,
-        block_k=block,
-        edge_k=block,
+        block_q=block_q,
+        block_k=block_k,
+        edge_k=block_k,
         stream_k=1 << 15,
         chunk_k=4096,
         copy_k=copy_k,

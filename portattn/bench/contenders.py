@@ -124,14 +124,15 @@ def _tile_products(cell: Cell, inputs: Inputs) -> Run:
     blas = ThreadpoolController().select(user_api="blas")
     threads = cores()
     pool = ThreadPoolExecutor(threads)
-    scores = np.empty((threads, TILE * TILE), np.float32)
-    out = np.empty((threads, TILE, cell.head_dim), np.float32)
+    scores = np.empty((threads, TILE_ROWS * TILE_KEYS), np.float32)
+    out = np.empty((threads, TILE_ROWS, cell.head_dim), np.float32)
 
     def work(thread: int, tiles: Iterator[tuple[int, int, int]]) -> None:
         for b, h, i in tiles:
-            q, n = inputs.q[b, h, i : i + TILE], h // group
-            for j in range(0, min(keys, i + TILE + offset) if cell.causal else keys, TILE):
-                k, v = inputs.k[b, n, j : j + TILE], inputs.v[b, n, j : j + TILE]
+            q, n = inputs.q[b, h, i : i + TILE_ROWS], h // group
+            seen = min(keys, i + TILE_ROWS + offset) if cell.causal else keys
+            for j in range(0, seen, TILE_KEYS):
+                k, v = (x[b, n, j : j + TILE_KEYS] for x in (inputs.k, inputs.v))
                 s = scores[thread, : len(q) * len(k)].reshape(len(q), len(k))
                 np.matmul(q, k.T, out=s)
                 np.matmul(s, v, out=out[thread, : len(q)])
@@ -140,7 +141,7 @@ def _tile_products(cell: Cell, inputs: Inputs) -> Run:
         # Long rows first. A list's iterator is shared: each tile goes to one thread.
         tiles = [
             (b, h, i)
-            for i in reversed(range(0, rows, TILE))
+            for i in reversed(range(0, rows, TILE_ROWS))
             for b in range(cell.batch)
             for h in range(heads)
         ]
@@ -153,7 +154,7 @@ def _tile_products(cell: Cell, inputs: Inputs) -> Run:
 
 
 GEMM = 2048
-TILE = 384  # about where OpenBLAS is fastest while a tile of scores stays in the cache
+TILE_ROWS, TILE_KEYS = 512, 384  # OpenBLAS is fast there, and a tile of scores stays in the cache
 YARDSTICKS = ("sgemm", "tile-products")  # of prefill cells alone, and without a result
 PEERS: dict[str, Callable[[Cell, Inputs], Run]] = {
     "torch-sdpa": _torch_sdpa,
