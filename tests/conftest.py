@@ -147,3 +147,26 @@ def oracle_backward() -> Callable[..., dict[str, np.ndarray]]:
         return grads
 
     return compute
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of a few rows and keys in every call of the NumPy backend."""
+    from numpy_kit import force_small_tiles
+
+    force_small_tiles(monkeypatch)
+
+
+@pytest.fixture
+def agrees(oracle: Callable[..., Any], oracle_backward: Callable[..., Any]) -> Callable[..., None]:
+    """``agrees(q, k, v, **options)``: output, LSE and every gradient are those of the oracle."""
+    from numpy_kit import agreement
+
+    return agreement(oracle, oracle_backward)
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The targets of `conformance_kit` can be named, and evidence stays in a folder of the test."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setenv("PORTATTN_DATA_DIR", str(tmp_path / "data"))
