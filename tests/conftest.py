@@ -166,7 +166,6 @@ def agrees(oracle: Callable[..., Any], oracle_backward: Callable[..., Any]) -> C
 
 
 @pytest.fixture
-def kit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The targets of `conformance_kit` can be named, and evidence stays in a folder of the test."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+def own_evidence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Evidence stays in a folder of the test."""
     monkeypatch.setenv("PORTATTN_DATA_DIR", str(tmp_path / "data"))

@@ -8,9 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from portattn.conformance import (
-    runner,
-)
+from portattn.conformance import audit, identity, runner
 from portattn.conformance.cli import cli
 from portattn.conformance.runner import Options
 
@@ -41,3 +39,7 @@ def cases_of(made: Mapping[str, Any]) -> dict[str, Any]:
 
 def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(cli, [*arguments, "--catalogue", CATALOGUE])
+
+
+def wrong_in(made: Mapping[str, Any]) -> list[str]:
+    return audit.verify(made, runner.catalogue_of(CATALOGUE), identity.suite())

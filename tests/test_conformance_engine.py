@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from portattn.conformance.manifest import Manifest, ManifestError
 from portattn.conformance.targets import SHIPPED, TargetError, load
 from portattn.conformance.verdicts import Verdict, verdict_of
 
-pytestmark = pytest.mark.usefixtures("kit")
+pytestmark = pytest.mark.usefixtures("own_evidence")
 
 
 # ---- isolation -----------------------------------------------------------------------------------
@@ -341,11 +340,7 @@ def test_fused_views_share_one_buffer() -> None:
 
 
 def _context(name: str = "Good", **change: Any) -> Context:
-    sys.path.insert(0, str(HERE))
-    try:
-        target = load(f"conformance_kit:{name}")
-    finally:
-        sys.path.remove(str(HERE))
+    target = load(f"conformance_kit:{name}")
     manifest = Manifest.parse({**dict(target.manifest()), **change})
     return Context(target, manifest)
 

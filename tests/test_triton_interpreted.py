@@ -546,6 +546,45 @@ def a_tile_that_lies_under_two_flags_is_repaired_for_either() -> None:
             assert done[first:last].all() and int(done.sum()) == last - first, flags
 
 
+@check
+def a_repair_finds_hidden_nans_without_being_told() -> None:
+    """hopper's delta does not read q, so that nothing has named the rows with a NaN: what repairs
+    has the gradients of the call that was told."""
+    import torch
+
+    from portattn.backends.triton_jit import launch_backward
+    from portattn.backends.triton_jit.backward_plan import Tile as BackwardTile
+
+    torch.manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 2, 48, 16) for _ in range(4))
+    hidden = torch.ones(48, 48).triu(1).bool()
+    scores = (q @ k.transpose(-1, -2) / 4).masked_fill(hidden, float("-inf"))
+    lse, out = torch.logsumexp(scores, -1), torch.softmax(scores, -1) @ v
+    q[0, 0, 5, 3], dout[0, 1, 9, 1] = float("nan"), float("inf")  # keys 6 and 10 on see no more
+    tile = BackwardTile(16, 16, 4, 1)
+    tiles = launch_backward.BackwardTiles(tile, tile, tile, tile)
+    found = []
+    for told in (True, False):
+        dq, dk, dv = (torch.full_like(x, 7.0) for x in (q, k, v))
+        call = launch_backward.Backward(
+            q=q, k=k, v=v, out=out, dout=dout, lse=lse, scale=0.25, batch=1, seq_q=48, seq_k=48,
+            right=0, dq=dq, dk=dk, dv=dv,
+        )  # fmt: skip
+        if told:
+            launch_backward.run(call, tiles)
+        else:
+            common = launch_backward.rows_delta(call, tile, poison=False)
+            flags = torch.ones(2, 3, dtype=torch.int32)
+            launch_backward.repair(call, tiles, common, flags, flags, (16, 16))
+        found.append((dq, dk, dv))
+    for told_, untold in zip(*found, strict=True):
+        assert torch.equal(torch.isnan(told_), torch.isnan(untold))
+        assert torch.equal(told_.nan_to_num(0.0), untold.nan_to_num(0.0))
+    dq, dk, dv = found[1]
+    assert torch.isnan(dk[0, 0, :6]).all() and torch.isfinite(dk[0, 0, 6:]).all()
+    assert torch.isnan(dv[0, 1, :10]).any() and torch.isfinite(dv[0, 1, 10:]).all()
+
+
 def attend_torch(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Out and LSE at a scale of 1/4."""
     import torch

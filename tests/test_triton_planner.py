@@ -417,6 +417,18 @@ def test_split_workspace_is_that_of_the_partial_results() -> None:
     assert planned(problem(seq_q=1, seq_k=200), machine()).workspace_bytes == 0
 
 
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_backward_workspace_is_a_number_a_row_and_the_flags(causal: Any) -> None:
+    """hopper: delta, and under a diagonal a flag for each tile; portable: also a NaN's mark."""
+    asked = problem(seq_q=300, seq_k=500, heads_k=2, batch=3, causal=causal, backward=True)
+    rows = 3 * 8 * 300
+    BACKEND.force_mechanism("hopper")
+    flags = 3 * (2 * -(-500 // 128) + 8 * -(-300 // 128)) if causal else 0
+    assert planned(asked, machine()).workspace_bytes == 4 * (rows + flags)
+    BACKEND.force_mechanism("portable")
+    assert planned(asked, machine()).workspace_bytes == 8 * rows
+
+
 @pytest.mark.parametrize("mechanism", [None, *config.MECHANISMS])
 @pytest.mark.parametrize("device", ["sm_80", "sm_90"])
 def test_up_to_256_keys_run_the_tile_of_a_prefill(device: str, mechanism: str | None) -> None:
