@@ -295,3 +295,44 @@ def test_what_is_not_as_expected_stays(
         "assert vars(cache).get('triton_key') is was\n"
     )
     assert not folder.exists()
+
+
+AHEAD = """
+import os, threading, time
+from triton.runtime import cache
+from portattn.backends.triton_jit import compiler_key
+asked = []
+def key(own):
+    asked.append(threading.current_thread().name)
+    time.sleep(0.5)
+    return "the hash"
+compiler_key.key = key
+compiler_key.remember()
+compiler_key.ask()
+child = os.fork()
+assert cache.triton_key() == "the hash"
+if child == 0:
+    os._exit(asked != ["portattn-triton-key", "MainThread"])
+assert asked == ["portattn-triton-key"]
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_who_asks_while_it_is_computed_waits_for_it(fresh: Callable[..., Any]) -> None:
+    """A child that was forked meanwhile has no thread to wait for, and computes it itself."""
+    fresh(AHEAD, PYTHONWARNINGS="ignore")
+
+
+def test_a_hash_that_fails_ahead_fails_where_it_is_asked_for(fresh: Callable[..., Any]) -> None:
+    fresh(
+        "import pytest\n"
+        "from triton.runtime import cache\n"
+        "from portattn.backends.triton_jit import compiler_key\n"
+        "def key(own):\n"
+        "    raise RuntimeError('torn')\n"
+        "compiler_key.key = key\n"
+        "compiler_key.remember()\n"
+        "compiler_key.ask()\n"
+        "with pytest.raises(RuntimeError, match='torn'):\n"
+        "    cache.triton_key()"
+    )

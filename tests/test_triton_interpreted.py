@@ -94,6 +94,7 @@ for lengths in ((1, 1), (33, 90), (90, 33), (1, 70), (70, 1)):
         case(f"{lengths} {causal}", Sq=lengths[0], Sk=lengths[1], Hq=1, causal=causal)
 for window in ((0, 0), (3, 1), (9, None), (None, 20), (300, 300)):
     case(f"window {window}", Sq=40, Sk=75, Hq=1, window=window)
+case("causal more heads than take turns", B=9, Sq=70, Hq=2, causal=True)
 case("window and causal", Sq=150, Hq=1, window=(40, 5), causal=True)
 case("window top left", Sq=40, Sk=75, Hq=1, window=(7, 2), causal="top_left")
 case("window more queries than keys", Sq=75, Sk=40, Hq=1, window=(7, 2))
@@ -583,6 +584,53 @@ def a_repair_finds_hidden_nans_without_being_told() -> None:
     dq, dk, dv = found[1]
     assert torch.isnan(dk[0, 0, :6]).all() and torch.isfinite(dk[0, 0, 6:]).all()
     assert torch.isnan(dv[0, 1, :10]).any() and torch.isfinite(dv[0, 1, 10:]).all()
+
+
+@check
+def keys_that_come_in_boxes_give_the_same_bits() -> None:
+    """One loop over all blocks in place of one for each kind, which must change nothing."""
+    import dataclasses
+
+    import torch
+
+    from portattn.arrays import recognise
+    from portattn.backends.triton_jit import launch_portable, planner
+    from portattn.backends.triton_jit.tensors import Tensors
+    from portattn.contract import Call
+    from portattn.machine import Machine
+    from portattn.problem import Problem
+
+    for n_q, n_k, options in (
+        (150, 150, {"causal": "bottom_right"}),
+        (150, 90, {"causal": "bottom_right"}),  # rows that see nothing
+        (90, 150, {"causal": "top_left"}),
+        (150, 150, {"causal": "bottom_right", "window": (70, 3)}),
+        (150, 200, {"window": (20, 40)}),
+        (130, 130, {"causal": "bottom_right", "scale": -0.7}),
+        (130, 130, {"causal": "bottom_right", "scale": 0.0}),
+        (130, 190, {}),
+    ):
+        q, k, v = (
+            torch.from_numpy(normal(i, 2, 1, n, 16, dtype="float16"))
+            for i, n in enumerate((n_q, n_k, n_k))
+        )
+        for poison in (0.0, NAN, INF):
+            v[1, 0, 77] += poison
+            described = {n: recognise(x, n) for n, x in (("q", q), ("k", k), ("v", v))}
+            problem = Problem.from_arrays(**described, layout="bhsd", **options)
+            plan = planner.plan(problem, planner.target(problem, Machine.here()), None).config
+            found = []
+            for tma in (False, True):
+                out, lse = torch.full_like(q, NAN), torch.full((2, 1, n_q), NAN)
+                call = Call(out=recognise(out, "out"), lse=recognise(lse, "lse"), **described)
+                tensors = Tensors(problem, call)
+                made = dataclasses.replace(plan, tma=tma)
+                prepared = launch_portable.Prepared(problem, made, tensors)
+                assert prepared.boxed == tma
+                prepared.start(tensors, None)
+                found += [out, lse]
+            for a, b in zip(found[:2], found[2:], strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def attend_torch(q: Any, k: Any, v: Any) -> tuple[Any, Any]:

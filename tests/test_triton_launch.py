@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 pytest.importorskip("torch")
 
 PROGRAM = r"""
-import contextlib, inspect, json, threading, torch, triton
+import contextlib, inspect, json, threading, time, torch, triton
 from triton.backends.nvidia import driver
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -58,6 +58,20 @@ class Kernel:
 
     def warmup(self, *args, grid, **named):
         beside.append([self.name, grid[0], named["FLAGS"]])
+
+
+class Slow(Kernel):
+    # where flags are to be looked after, it is compiled until what repairs is compiled beside it
+    def __getitem__(self, grid):
+        first = super().__getitem__(grid)
+
+        def slow(*args, **named):
+            end = time.monotonic() + 50
+            while named["WITH_FLAGS"] and not beside and time.monotonic() < end:
+                time.sleep(0.01)
+            return first(*args, **named)
+
+        return slow
 
 
 class Compiled:
@@ -106,11 +120,14 @@ def stand_in(module, name):
 
 launch_portable.forward_kernel = Kernel("forward", forward.forward_kernel)
 launch_portable.combine_kernel = Kernel("combine", forward.combine_kernel)
-stand_in(hopper_forward, "hopper_forward_kernel")
+hopper_forward.hopper_forward_kernel = Slow(
+    "hopper_forward_kernel", hopper_forward.hopper_forward_kernel
+)
 hopper_backward.dq_kernel = Kernel("hopper dq", hopper_backward.dq_kernel)
 hopper_backward.dkdv_kernel = Kernel("hopper dkdv", hopper_backward.dkdv_kernel)
 for name in ("dq_kernel", "dkdv_kernel", "delta_kernel", "sums_kernel", "dbias_kernel"):
     stand_in(launch_backward, name)
+dispatch._LATER = 0.01
 card = Device(0, "NVIDIA H200", (9, 0), 232_448, 132, 1 << 37)
 machine = Machine(cuda_state=Cuda("13.0", (card,)), packages={"triton": "3.6.0"}, imports={})
 torch.cuda.get_device_properties = lambda device: type("P", (), {"multi_processor_count": 132})
@@ -182,6 +199,27 @@ def said(heard: list[Any]) -> list[list[Any]]:
 def test_what_repairs_is_compiled_once_beside_the_hopper_kernel(heard: list[Any]) -> None:
     """Two lengths and two launches of each, one compilation; its programs look after 32 tiles."""
     assert heard[1] == [["forward", 1, 256]]
+
+
+BESIDE = """
+import contextlib, threading, torch
+from portattn.backends.triton_jit import dispatch
+torch.cuda.device = lambda device: contextlib.nullcontext()
+torch.cuda.Event = type("Event", (), {"record": lambda self: None})
+dispatch._LATER = 30.0
+made = []
+launch = dispatch.Launch(lambda *arrays, **options: made.append(options), 1, ())
+before = set(threading.enumerate())
+launch.compile_beside((), "cuda")
+launch.start(())
+for thread in set(threading.enumerate()) - before:
+    thread.join()
+assert made == [{}], made
+"""
+
+
+def test_a_launch_does_not_wait_for_what_has_not_begun_beside_it(fresh: Callable[..., Any]) -> None:
+    fresh(BESIDE)
 
 
 def test_every_launch_comes_twice(said: list[list[Any]]) -> None:

@@ -362,6 +362,15 @@ def test_the_borders_of_hopper_tiles() -> None:
         assert mechanisms[0] == "hopper" and mechanisms[-1] == "portable", (dim, backward)
 
 
+@pytest.mark.parametrize(("dim", "most"), [(64, 2048), (128, 512)])
+def test_few_keys_take_small_blocks(dim: int, most: int) -> None:
+    blocks = [
+        planned(problem(dim, seq_q=4096, seq_k=keys), machine()).config.hopper.block_k
+        for keys in (most, most + 1)
+    ]
+    assert blocks == [64, 128]
+
+
 # ---- what a plan may depend on -------------------------------------------------------------------
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("device", ["sm_80", "sm_90"])

@@ -15,6 +15,7 @@ import importlib.machinery
 import inspect
 import os
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,9 @@ what another one computes is not remembered."""
 
 _FOLDERS = ("compiler", "backends", "language")
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
+
+
+_asking: threading.Thread | None = None
 
 
 def remember() -> None:
@@ -41,11 +45,37 @@ def remember() -> None:
         return
 
     @functools.lru_cache
-    @functools.wraps(own)
-    def triton_key() -> str:
+    def known() -> str:
         return key(own)
 
+    @functools.wraps(own)
+    def triton_key() -> str:
+        wait()
+        return known()
+
     cache.triton_key = triton_key
+
+
+def ask() -> None:
+    """Ask for the hash in a thread of its own, for which whoever asks meanwhile waits."""
+    global _asking
+
+    def ask_it() -> None:
+        # What is wrong, the first compilation says, where a caller hears it.
+        with contextlib.suppress(Exception):
+            from triton.runtime import cache
+
+            cache.triton_key()
+
+    _asking = threading.Thread(target=ask_it, name="portattn-triton-key", daemon=True)
+    _asking.start()
+
+
+def wait() -> None:
+    """Until the hash that `ask` asked for is there; at once in a child that was forked meanwhile,
+    which has no such thread."""
+    if _asking is not None and _asking is not threading.current_thread():
+        _asking.join()
 
 
 def key(own: Callable[[], str]) -> str:

@@ -34,6 +34,9 @@ the keys and values that it read."""
 LONG_KEYS = 16_384
 """From more keys than this on, few rows read them in larger steps."""
 
+CACHED_BYTES = 1 << 25
+"""Keys and values of heads that take turns: the second-level cache of a large GPU holds them."""
+
 DEFAULT_SMS = 108
 """Multiprocessors assumed where a device is only pretended."""
 
@@ -173,6 +176,15 @@ def few_rows(problem: Problem) -> bool:
     if problem.packed or problem.seq_k <= ONE_TILE_KEYS:
         return False
     return problem.seq_q * (problem.group if packs(problem) else 1) <= PACKED_ROWS
+
+
+def head_group(problem: Problem) -> int:
+    """How many heads' tiles take turns. Under a diagonal the longest go first and the launch ends
+    with short ones, which the multiprocessors share out evenly. No bit hangs on it."""
+    if problem.causal is None:
+        return 1
+    size = problem.seq_k * (problem.head_dim + problem.head_dim_v) * ITEM.get(problem.dtype, 4)
+    return min(16, max(1, CACHED_BYTES * problem.group // max(1, size)))
 
 
 def is_masked(problem: Problem) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from triton import knobs
 
-from portattn.backends.triton_jit import interpreted, kernel_cache
+from portattn.backends.triton_jit import compiler_key, interpreted, kernel_cache
 
 if interpreted.on():
     interpreted.mend()
@@ -26,10 +26,13 @@ else:
     kernel_cache.usable()
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        kernel_cache.ask_assembler(10 * major + minor)
+        kernel_cache.ask_ahead(10 * major + minor)
 
 
 _RUNTIME = knobs.runtime
+_LATER = 0.5
+"""Seconds that a compilation beside another one waits: code is generated under Python's lock, and
+what the caller waits for longest goes first."""
 
 
 def dispatch(
@@ -70,7 +73,7 @@ class Launch:
     what follows the arrays, the compile-time constants included.
     """
 
-    __slots__ = ("_boxes", "_first", "_maps", "_programs", "_rest", "_straight")
+    __slots__ = ("_asked", "_boxes", "_first", "_maps", "_programs", "_rest", "_straight")
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class Launch:
         for box in self._boxes.values():
             box.base = None  # a launch outlives the arrays
         self._straight: Straight | None = None
+        self._asked = threading.Event()
         self._maps: dict[tuple[int, int], list[Any]] = {}
 
     def compile_beside(self, arrays: tuple[Any, ...], device: Any) -> None:
@@ -94,6 +98,9 @@ class Launch:
 
         def compile_it() -> None:
             with contextlib.suppress(Exception), torch.cuda.device(device):
+                compiler_key.wait()  # with which the other one begins as well
+                if self._asked.wait(_LATER):
+                    return  # the launch is here, and compiles it
                 torch.cuda.Event().record()  # gives the thread a context, which Triton asks about
                 self._first(*arrays, only_compile=True)
 
@@ -103,6 +110,7 @@ class Launch:
         """Launch on these tensors (None: absent), on the current device and stream."""
         boxes, straight = self._boxes, self._straight
         if straight is None or not straight.usable():
+            self._asked.set()
             given = [moved(boxes[i], x) if i in boxes else x for i, x in enumerate(arrays)]
             self._straight = Straight.of(self._first(*given))
             return

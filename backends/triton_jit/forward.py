@@ -27,26 +27,29 @@ from portattn.backends.triton_jit.scoring import (
     without_poison,
 )
 
+SMALLEST = tl.constexpr(2.0**-126)  # the smallest normal float32
+
 
 @triton.jit
 def _attend(
-    acc, m, row_sum, poisoned, q_tile, start, end,
+    acc, m, row_sum, poisoned, q_tile, start, end, full_low, full_high,
     k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
     k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
     i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
     bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
     slopes, slopes_sb, column,
-    MASKED: tl.constexpr, POISON: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, ALIBI: tl.constexpr,
-    PAGED: tl.constexpr, PACKED_K: tl.constexpr, TMA: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, CUT: tl.constexpr, POISON: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    ALIBI: tl.constexpr, PAGED: tl.constexpr, PACKED_K: tl.constexpr, TMA: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    EVEN_DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The keys of [start, end) for one tile of rows: the running maximum, sum and output.
 
-    Hidden keys have a weight of 0, which a NaN or infinity among their values survives: with
-    ``POISON`` the values are looked through first. That takes them through registers, which a loop
-    that is to be fast has none to spare for.
+    ``MASKED``: every block is looked through for hidden keys. ``CUT``: those outside of [full_low,
+    full_high) alone, as the loop comes to them. Hidden keys have a weight of 0, which a NaN or
+    infinity among their values survives: with ``POISON`` the values are looked through first. That
+    takes them through registers, which a loop that is to be fast has none to spare for.
     """
     PLAIN: tl.constexpr = not (SOFTCAP or BIAS or ALIBI)
     UNIT: tl.constexpr = 1.0 if PLAIN else LOG2E  # of m in base 2
@@ -83,6 +86,14 @@ def _attend(
                 bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
                 LEFT, RIGHT, BIAS, MASK,
             )  # fmt: skip
+        if CUT:  # noqa: SIM102 (one question is the compiler's, the other the program's)
+            if (j0 < full_low) | (j0 >= full_high):
+                seen = visible_places(
+                    i[:, None], j[None, :], b, head[:, None], shift, left, right, q_len, k_len,
+                    bias, bias_sb, bias_sh, bias_si, bias_sj,
+                    mask, mask_sb, mask_sh, mask_si, mask_sj, LEFT, RIGHT, BIAS, MASK,
+                )  # fmt: skip
+                qk = tl.where(seen, qk, float("-inf"))
         if PLAIN:
             # The product is rounded the same way whether the maximum is taken before or after it,
             # since scale is not negative here.
@@ -187,9 +198,19 @@ def _store(
             tl.store(lse + at, m + LN2 * tl.log2(row_sum), mask=there)
 
 
+@triton.jit
+def _place(turn, total, tiles, head_group):
+    """Which tile is the launch's number ``turn``. Tiles are counted head by head, longest rows
+    first; they run so over ``head_group`` heads together, whose short ones then come last."""
+    group = turn // (head_group * tiles)
+    within = turn - group * (head_group * tiles)
+    members = tl.minimum(head_group, total // tiles - group * head_group)
+    return (group * head_group + within % members) * tiles + within // members
+
+
 _NUMBERS = (
-    "heads_k group pack seq_q seq_k head_dim head_dim_v total tiles splits split_keys block_size "
-    "left right bottom_right"
+    "heads_k group pack seq_q seq_k head_dim head_dim_v total tiles head_group splits split_keys "
+    "block_size left right bottom_right"
 ).split()
 _STRIDES = (
     "q_sb q_sh q_ss q_sd k_sb k_sh k_ss k_sd v_sb v_sh v_ss v_sd o_sb o_sh o_ss o_sd "
@@ -211,8 +232,9 @@ def forward_kernel(
     scale: tl.float32, softcap: tl.float32,
     heads_k: tl.int32, group: tl.int32, pack: tl.int32,
     seq_q: tl.int32, seq_k: tl.int32, head_dim: tl.int32, head_dim_v: tl.int32,
-    total: tl.int32, tiles: tl.int32, splits: tl.int32, split_keys: tl.int32,
-    block_size: tl.int32, left: tl.int32, right: tl.int32, bottom_right: tl.int32,
+    total: tl.int32, tiles: tl.int32, head_group: tl.int32, splits: tl.int32,
+    split_keys: tl.int32, block_size: tl.int32, left: tl.int32, right: tl.int32,
+    bottom_right: tl.int32,
     q_sb: tl.int64, q_sh: tl.int64, q_ss: tl.int64, q_sd: tl.int64,
     k_sb: tl.int64, k_sh: tl.int64, k_ss: tl.int64, k_sd: tl.int64,
     v_sb: tl.int64, v_sh: tl.int64, v_ss: tl.int64, v_sd: tl.int64,
@@ -247,11 +269,15 @@ def forward_kernel(
     CHUNK: tl.constexpr = min(BLOCK_DV, 64)
     # float32 has its values in registers anyway: masked blocks look through them at once.
     LOOK: tl.constexpr = q.dtype.element_ty.primitive_bitwidth == 32
+    # Where loads need no mask one loop takes all blocks: a second one would start from nothing.
+    CUT: tl.constexpr = TMA and WHOLE and PLAIN and not (SPLIT or PACK)
     STEPS: tl.constexpr = REPAIRED if FLAGS else 1
     # A negative scale changes q's sign, exactly: the maximum of products is that of scores then.
     if NEGATIVE:
         scale = -scale
-    # The whole grid in one axis: the others end at 65,535. Longest rows first under a diagonal.
+    if PLAIN:
+        scale = tl.maximum(scale, SMALLEST)  # 0 would turn the -inf of hidden keys into NaN
+    # The whole grid in one axis: the others end at 65,535.
     begin = tl.program_id(0) * STEPS
     steps = STEPS
     if FLAGS:
@@ -259,6 +285,8 @@ def forward_kernel(
         steps = tl.where(tl.max(some.to(tl.int32), 0) > 0, STEPS, 0)
     for step in range(steps):
         at = begin + step
+        if not FLAGS:
+            at = _place(at, total, tiles, head_group)
         tile = tiles - 1 - at % tiles
         rest = at // tiles
         split = rest % splits
@@ -336,41 +364,23 @@ def forward_kernel(
                 m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
                 row_sum = tl.zeros([BLOCK_Q], tl.float32)
                 poisoned = tl.zeros([BLOCK_Q], tl.int32) > 0
-                if LEFT:
-                    acc, m, row_sum, poisoned = _attend(
-                        acc, m, row_sum, poisoned, q_tile, low, full_low,
-                        k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
-                        k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
-                        i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
-                        bias, bias_sb, bias_sh, bias_si, bias_sj,
-                        mask, mask_sb, mask_sh, mask_si, mask_sj,
-                        slopes, slopes_sb, 0, True, LOOK,
-                        LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
-                        PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-                    )  # fmt: skip
-                if WHOLE:
-                    acc, m, row_sum, poisoned = _attend(
-                        acc, m, row_sum, poisoned, q_tile, full_low, full_high,
-                        k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
-                        k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
-                        i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
-                        bias, bias_sb, bias_sh, bias_si, bias_sj,
-                        mask, mask_sb, mask_sh, mask_si, mask_sj,
-                        slopes, slopes_sb, 0, False, False,
-                        LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
-                        PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-                    )  # fmt: skip
-                acc, m, row_sum, poisoned = _attend(
-                    acc, m, row_sum, poisoned, q_tile, full_high, high,
-                    k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
-                    k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
-                    i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
-                    bias, bias_sb, bias_sh, bias_si, bias_sj,
-                    mask, mask_sb, mask_sh, mask_si, mask_sj,
-                    slopes, slopes_sb, 0, True, LOOK,
-                    LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
-                    PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
-                )  # fmt: skip
+                # Before, in and behind the blocks that one loop takes as they are.
+                inner, outer = (low, high) if CUT else (full_low, full_high)
+                for run in tl.static_range(3):
+                    start = low if run == 0 else inner if run == 1 else outer
+                    end = inner if run == 0 else outer if run == 1 else high
+                    if WHOLE if run == 1 else not CUT and (LEFT or run == 2):
+                        acc, m, row_sum, poisoned = _attend(
+                            acc, m, row_sum, poisoned, q_tile, start, end, full_low, full_high,
+                            k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row,
+                            block_size, k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
+                            i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
+                            bias, bias_sb, bias_sh, bias_si, bias_sj,
+                            mask, mask_sb, mask_sh, mask_si, mask_sj,
+                            slopes, slopes_sb, 0, run != 1, CUT, LOOK and run != 1,
+                            LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER,
+                            VEC, PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
+                        )  # fmt: skip
                 careful = False
                 if LOOK:
                     acc = tl.where(poisoned[:, None], float("nan"), acc)
@@ -393,13 +403,13 @@ def forward_kernel(
                     few_sum = tl.zeros([BLOCK_Q], tl.float32)
                     bad = tl.zeros([BLOCK_Q], tl.int32) > 0
                     few, few_m, few_sum, bad = _attend(
-                        few, few_m, few_sum, bad, q_tile, low, high,
+                        few, few_m, few_sum, bad, q_tile, low, high, full_low, full_high,
                         k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
                         k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
                         i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
                         bias, bias_sb, bias_sh, bias_si, bias_sj,
                         mask, mask_sb, mask_sh, mask_si, mask_sj,
-                        slopes, slopes_sb, column, True, True,
+                        slopes, slopes_sb, column, True, False, True,
                         LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
                         PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, CHUNK,
                     )  # fmt: skip

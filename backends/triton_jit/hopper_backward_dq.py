@@ -137,7 +137,7 @@ def dq_step(
         visible = keys[None, :] <= last_key[:, None]
         p = gl.where(visible, p, 0.0)
     if not FIRST and not OWED_FIRST:
-        dq = warpgroup_mma_wait(0 + EARLY_DP, deps=(dq_async,))
+        dq = warpgroup_mma_wait(EARLY_DP, deps=(dq_async,))
         mbarrier.arrive(k_empty.index(prev), count=1)
     if not EARLY_DP:
         mbarrier.wait(v_full.index(v_stage), v_phase)
@@ -187,13 +187,16 @@ def dq_consumer(
         if Q_IN_REGISTERS:
             q = q.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
             do = do.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
-            mbarrier.arrive(q_empty.index(panel), count=1)
         key_row = (n_blocks - 1) * BLOCK_K
         dq, ds = dq_step(
             q, do, k_s, v_s, lse, delta, k_full, k_empty, v_full, v_empty, dq, None,
             done, first_row, key_row, seq_k, causal_offset, scale_log2,
             FIRST=True, MASKED=True, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
         )  # fmt: skip
+        if Q_IN_REGISTERS:
+            # Not behind the loads themselves: an arrival does not wait for their registers, and
+            # the next tile's rows would overwrite some on their way. Both products have read them.
+            mbarrier.arrive(q_empty.index(panel), count=1)
         if CAUSAL:
             for it in range(1, n_masked):
                 dq, ds = dq_step(

@@ -11,13 +11,16 @@ SHARED_LIMIT = 232_448  # bytes that one block may have on sm_90
 _BARRIER_ALIGNMENT = 16
 _ARGUMENTS = 320  # bytes that warp specialization passes to its functions, with Triton 3.6
 
-# Per padded head dim: (block_k, stages, consumer warpgroups), the first that fits is taken. At head
-# dim 64 the softmax takes as long as the products, and more warpgroups hide more of it: three over
-# long rows, and over short ones four, whose smaller blocks waste less at a tile's ends.
-FORWARD_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((128, 2, 3), (64, 4, 4), (128, 2, 2), (64, 2, 2)),
-    128: ((128, 2, 2), (64, 3, 2), (64, 2, 2)),
-    256: ((64, 2, 2), (32, 3, 2)),
+ANY = 2**31
+# Per padded head dim: (block_k, stages, consumer warpgroups), and up to how many keys; the first
+# that fits is taken. At head dim 64 the softmax takes as long as the products, and more warpgroups
+# hide more of it: three over long rows, and over short ones four, whose smaller blocks waste less
+# at a tile's ends. Few keys make no use of large blocks, and small ones compile in two thirds of
+# the time.
+FORWARD_TILES: dict[int, tuple[tuple[tuple[int, int, int], int], ...]] = {
+    64: (((64, 4, 4), 2048), ((128, 2, 3), ANY), ((128, 2, 2), ANY), ((64, 2, 2), ANY)),
+    128: (((64, 3, 2), 512), ((128, 2, 2), ANY), ((64, 2, 2), ANY)),
+    256: (((64, 2, 2), ANY), ((32, 3, 2), ANY)),
 }
 MAX_REGISTERS = {
     2: 168,

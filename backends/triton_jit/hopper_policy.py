@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 WIDEST = 256
 SHORT = 2048
-"""Up to so many rows or keys a tile's beginning and end weigh as much as its middle."""
+"""Up to so many rows a tile's beginning and end weigh as much as its middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,12 @@ def why_portable(problem: Problem, *, forced: bool = False) -> str:
 
 
 def forward_tile(problem: Problem, limit: int) -> ForwardTile | None:
-    """The first tile that fits ``limit`` bytes of shared memory: of three warpgroups over long rows
-    alone, of four over short ones."""
+    """The first tile for so many keys that fits ``limit`` bytes of shared memory."""
     pad = hopper_plan.head_dim_pad(problem.head_dim, problem.head_dim_v)
-    for block_k, stages, consumers in hopper_plan.FORWARD_TILES[pad]:
-        tile = ForwardTile(pad, block_k, stages, consumers)
-        if tile.shared_bytes > limit or consumers == (4 if problem.seq_k > SHORT else 3):
-            continue
-        return tile
+    for shape, keys in hopper_plan.FORWARD_TILES[pad]:
+        tile = ForwardTile(pad, *shape)
+        if problem.seq_k <= keys and tile.shared_bytes <= limit:
+            return tile
     return None
 
 

@@ -34,17 +34,20 @@ def usable() -> None:
         compiler_key.remember()
 
 
-def ask_assembler(capability: int) -> None:
-    """Ask ptxas for its version, as Triton will: it is a program of its own, and while it answers
-    the caller imports what the first launch needs."""
+def ask_ahead(capability: int) -> None:
+    """Ask what the first compilation will: ptxas, a program of its own, for its version, and
+    Triton for its hash of several hundred megabytes. While they answer, the caller imports what
+    the first launch needs."""
 
     def ask() -> None:
+        # What is wrong with it, the first compilation says, where a caller hears it.
         with contextlib.suppress(Exception):
             from triton.backends.nvidia.compiler import get_ptxas_version
 
             get_ptxas_version(capability)
 
     threading.Thread(target=ask, name="portattn-ptxas", daemon=True).start()
+    compiler_key.ask()
 
 
 def one_at_a_time(*kernels: Any) -> None:

@@ -51,9 +51,10 @@ class Prepared:
         dims = (problem.heads_k, problem.group, pack, problem.seq_q)
         numbers = (
             problem.scale, problem.softcap or 0.0, *dims, problem.seq_k,
-            problem.head_dim // vec, problem.head_dim_v // vec, total, tiles, config.splits,
-            config.split_keys, problem.block_size or 1, left or 0, right or 0,
-            int(problem.alignment == "bottom_right"), *units, *lse_s, *wide(t.bias), *wide(t.mask),
+            problem.head_dim // vec, problem.head_dim_v // vec, total, tiles,
+            plans.head_group(problem), config.splits, config.split_keys, problem.block_size or 1,
+            left or 0, right or 0, int(problem.alignment == "bottom_right"),
+            *units, *lse_s, *wide(t.bias), *wide(t.mask),
             t.slopes.stride(0) if t.slopes is not None and t.slopes.ndim == 2 else 0,
             0 if t.table is None else t.table.stride(0),
         )  # fmt: skip
