@@ -41,12 +41,13 @@ def load_statistics(lse_ptr, delta_ptr, row, seq_q, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def dkdv_producer(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr,
-    q_s, k_s, v_s, do_s, lse_s, delta_s,
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty,
-    seq_q, seq_k, heads_k, group, n_heads, causal_offset, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def dkdv_producer(descriptors, statistics, buffers, barriers, sizes, CAUSAL: gl.constexpr):
+    """The warp that loads."""
+    q_desc, k_desc, v_desc, do_desc = descriptors
+    lse_ptr, delta_ptr = statistics
+    q_s, k_s, v_s, do_s, lse_s, delta_s = buffers
+    kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
+    seq_q, seq_k, heads_k, group, n_heads, causal_offset = sizes
     STAGES: gl.constexpr = q_s.type.shape[0]
     BLOCK_Q: gl.constexpr = q_desc.block_type.shape[2]
     PANELS: gl.constexpr = k_s.type.shape[0]
@@ -143,57 +144,41 @@ def dkdv_kernel(
         mbarrier.init(q_empty.index(i), count=WARPGROUPS)
         mbarrier.init(do_empty.index(i), count=WARPGROUPS)
 
+    # Tuples in variables hold values alone: a compile-time flag in one would become a value, so
+    # that those, and a pointer that may be None, stand inline below.
+    descriptors = (q_desc, k_desc, v_desc, do_desc)
+    statistics = (lse_ptr, delta_ptr)
+    buffers = (q_s, k_s, v_s, do_s, lse_s, delta_s)
+    barriers = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
+    sizes = (seq_q, seq_k, heads_k, group, n_heads, causal_offset)
+    dk_out = (dk_ptr, dk_batch_stride, dk_head_stride, dk_row_stride, dk_col_stride)
+    dv_out = (dv_ptr, dv_batch_stride, dv_head_stride, dv_row_stride, dv_col_stride)
+    # fmt: off
     if SPLIT_KEYS:
         fence_async_shared()
         if WARPGROUPS == 2:
             gl.warp_specialize([
                 (keys_consumer, (
-                    0, dk_ptr, dv_ptr, flag_ptr, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k, heads_k,
-                    group, n_heads, causal_offset, dk_batch_stride, dk_head_stride,
-                    dk_row_stride, dk_col_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                    dv_col_stride, head_dim, scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL,
-                    VECTOR, FLAGS)),
+                    0, buffers, barriers, sizes, dk_out, dv_out, flag_ptr, head_dim,
+                    scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
                 (keys_consumer, (
-                    1, dk_ptr, dv_ptr, flag_ptr, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k, heads_k,
-                    group, n_heads, causal_offset, dk_batch_stride, dk_head_stride,
-                    dk_row_stride, dk_col_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                    dv_col_stride, head_dim, scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL,
-                    VECTOR, FLAGS)),
-                (dkdv_producer, (
-                    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s, lse_s,
-                    delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k,
-                    heads_k, group, n_heads, causal_offset, CAUSAL)),
-            ], [4, 1], [240, 24])  # fmt: skip
+                    1, buffers, barriers, sizes, dk_out, dv_out, flag_ptr, head_dim,
+                    scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
+                (dkdv_producer, (descriptors, statistics, buffers, barriers, sizes, CAUSAL)),
+            ], [4, 1], [240, 24])
         else:
             gl.warp_specialize([
                 (keys_consumer, (
-                    0, dk_ptr, dv_ptr, flag_ptr, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k, heads_k,
-                    group, n_heads, causal_offset, dk_batch_stride, dk_head_stride,
-                    dk_row_stride, dk_col_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                    dv_col_stride, head_dim, scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL,
-                    VECTOR, FLAGS)),
+                    0, buffers, barriers, sizes, dk_out, dv_out, flag_ptr, head_dim,
+                    scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
                 (keys_consumer, (
-                    1, dk_ptr, dv_ptr, flag_ptr, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k, heads_k,
-                    group, n_heads, causal_offset, dk_batch_stride, dk_head_stride,
-                    dk_row_stride, dk_col_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                    dv_col_stride, head_dim, scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL,
-                    VECTOR, FLAGS)),
+                    1, buffers, barriers, sizes, dk_out, dv_out, flag_ptr, head_dim,
+                    scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
                 (keys_consumer, (
-                    2, dk_ptr, dv_ptr, flag_ptr, q_s, k_s, v_s, do_s, lse_s, delta_s,
-                    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k, heads_k,
-                    group, n_heads, causal_offset, dk_batch_stride, dk_head_stride,
-                    dk_row_stride, dk_col_stride, dv_batch_stride, dv_head_stride, dv_row_stride,
-                    dv_col_stride, head_dim, scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL,
-                    VECTOR, FLAGS)),
-                (dkdv_producer, (
-                    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s, lse_s,
-                    delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k,
-                    heads_k, group, n_heads, causal_offset, CAUSAL)),
-            ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+                    2, buffers, barriers, sizes, dk_out, dv_out, flag_ptr, head_dim,
+                    scale, scale_log2, EARLY_DP, K_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
+                (dkdv_producer, (descriptors, statistics, buffers, barriers, sizes, CAUSAL)),
+            ], [4, 4, 1], [160, 160, 32])
     else:
         P_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], dtype)
         p_s = gl.allocate_shared_memory(dtype, [P_STAGES, BLOCK_K, BLOCK_Q], P_LAYOUT)
@@ -203,21 +188,14 @@ def dkdv_kernel(
             mbarrier.init(p_full.index(i), count=1)
             mbarrier.init(p_empty.index(i), count=1)
         fence_async_shared()
+        exchange = (p_s, p_full, p_empty)
         gl.warp_specialize([
             (probabilities_consumer, (
-                dv_ptr, flag_ptr, q_s, k_s, do_s, p_s, lse_s,
-                kv_full, kv_empty, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-                seq_q, seq_k, heads_k, group, n_heads, causal_offset,
-                dv_batch_stride, dv_head_stride, dv_row_stride, dv_col_stride, head_dim,
-                scale_log2, CAUSAL, VECTOR, FLAGS)),
-            (score_gradients_consumer, (
-                dk_ptr, flag_ptr, q_s, v_s, do_s, p_s, delta_s,
-                kv_full, kv_empty, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-                seq_q, seq_k, heads_k, group, n_heads, causal_offset,
-                dk_batch_stride, dk_head_stride, dk_row_stride, dk_col_stride, head_dim, scale,
+                buffers, exchange, barriers, sizes, dv_out, flag_ptr, head_dim, scale_log2,
                 CAUSAL, VECTOR, FLAGS)),
-            (dkdv_producer, (
-                q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s, lse_s,
-                    delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, seq_q, seq_k,
-                    heads_k, group, n_heads, causal_offset, CAUSAL)),
-        ], [4, 1], [240, 24])  # fmt: skip
+            (score_gradients_consumer, (
+                buffers, exchange, barriers, sizes, dk_out, flag_ptr, head_dim, scale,
+                CAUSAL, VECTOR, FLAGS)),
+            (dkdv_producer, (descriptors, statistics, buffers, barriers, sizes, CAUSAL)),
+        ], [4, 1], [240, 24])
+    # fmt: on

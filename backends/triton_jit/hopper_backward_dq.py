@@ -49,11 +49,12 @@ def query_tile(
 
 
 @gluon.jit
-def dq_producer(
-    q_desc, k_desc, v_desc, do_desc, q_s, k_s, v_s, do_s,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    seq_q, seq_k, heads_q, group, n_heads, causal_offset, CAUSAL: gl.constexpr,
-):  # fmt: skip
+def dq_producer(descriptors, buffers, barriers, sizes, group, CAUSAL: gl.constexpr):
+    """The warp that loads."""
+    q_desc, k_desc, v_desc, do_desc = descriptors
+    q_s, k_s, v_s, do_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    seq_q, seq_k, heads_q, n_heads, causal_offset = sizes
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     V_STAGES: gl.constexpr = v_s.type.shape[0]
     BLOCK_K: gl.constexpr = k_desc.block_type.shape[2]
@@ -85,8 +86,7 @@ def dq_producer(
 
 @gluon.jit
 def dq_step(
-    q, do, k_s, v_s, lse, delta, k_full, k_empty, v_full, v_empty, dq, ds_prev,
-    it, query_row, key_row, seq_k, causal_offset, scale_log2,
+    q, do, lse, delta, ring, dq, ds_prev, it, query_row, key_row, seq_k, causal_offset, scale_log2,
     FIRST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, EARLY_DP: gl.constexpr,
 ):  # fmt: skip
     """dS of one key block; dq gains the previous block's dS K.
@@ -95,6 +95,7 @@ def dq_step(
     price of its registers. Where there are stages for two blocks of keys alone, the previous
     block's product goes first: the next block's load waits for its stage.
     """
+    k_s, v_s, k_full, k_empty, v_full, v_empty = ring
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     OWED_FIRST: gl.constexpr = K_STAGES == 2
     V_STAGES: gl.constexpr = v_s.type.shape[0]
@@ -150,14 +151,17 @@ def dq_step(
 
 @gluon.jit
 def dq_consumer(
-    panel: gl.constexpr, dq_ptr, flag_ptr, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    seq_q, seq_k, heads_q, n_heads, causal_offset,
-    batch_stride, head_stride, row_stride, col_stride, head_dim, scale, scale_log2,
+    panel: gl.constexpr, buffers, barriers, sizes, statistics, out, flag_ptr, head_dim,
+    scale, scale_log2,
     EARLY_DP: gl.constexpr, Q_IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
     VECTOR: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that owns the 64 query rows of `panel` of each tile."""
+    q_s, k_s, v_s, do_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    seq_q, seq_k, heads_q, n_heads, causal_offset = sizes
+    lse_ptr, delta_ptr = statistics
+    ring = (k_s, v_s, k_full, k_empty, v_full, v_empty)
     K_STAGES: gl.constexpr = k_s.type.shape[0]
     BLOCK_K: gl.constexpr = k_s.type.shape[3]
     HEAD_DIM: gl.constexpr = k_s.type.shape[4]
@@ -173,9 +177,9 @@ def dq_consumer(
         first_row = tile * BLOCK_Q + 64 * panel
         rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
         inside = rows < seq_q
-        statistics = head.to(gl.int64) * seq_q
-        lse = gl.load(lse_ptr + statistics + rows, mask=inside, other=float("inf"))
-        delta = gl.load(delta_ptr + statistics + rows, mask=inside, other=0.0)
+        before = head.to(gl.int64) * seq_q
+        lse = gl.load(lse_ptr + before + rows, mask=inside, other=float("inf"))
+        delta = gl.load(delta_ptr + before + rows, mask=inside, other=0.0)
         # A row without keys has LSE -inf and no probabilities: exp2(x - inf) is zero.
         empty = lse == -float("inf")
         lse = gl.where(empty, float("inf"), lse * LOG2_E)
@@ -189,8 +193,8 @@ def dq_consumer(
             do = do.load(gl.DotOperandLayout(0, S_LAYOUT, 2))
         key_row = (n_blocks - 1) * BLOCK_K
         dq, ds = dq_step(
-            q, do, k_s, v_s, lse, delta, k_full, k_empty, v_full, v_empty, dq, None,
-            done, first_row, key_row, seq_k, causal_offset, scale_log2,
+            q, do, lse, delta, ring, dq, None, done, first_row, key_row, seq_k,
+            causal_offset, scale_log2,
             FIRST=True, MASKED=True, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
         )  # fmt: skip
         if Q_IN_REGISTERS:
@@ -200,14 +204,14 @@ def dq_consumer(
         if CAUSAL:
             for it in range(1, n_masked):
                 dq, ds = dq_step(
-                    q, do, k_s, v_s, lse, delta, k_full, k_empty, v_full, v_empty, dq, ds,
-                    done + it, first_row, key_row - it * BLOCK_K, seq_k, causal_offset, scale_log2,
+                    q, do, lse, delta, ring, dq, ds, done + it, first_row, key_row - it * BLOCK_K,
+                    seq_k, causal_offset, scale_log2,
                     FIRST=False, MASKED=True, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
                 )  # fmt: skip
         for it in range(n_masked, n_blocks):
             dq, ds = dq_step(
-                q, do, k_s, v_s, lse, delta, k_full, k_empty, v_full, v_empty, dq, ds,
-                done + it, first_row, key_row, seq_k, causal_offset, scale_log2,
+                q, do, lse, delta, ring, dq, ds, done + it, first_row, key_row, seq_k,
+                causal_offset, scale_log2,
                 FIRST=False, MASKED=False, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
             )  # fmt: skip
         if not Q_IN_REGISTERS:
@@ -219,9 +223,8 @@ def dq_consumer(
         flags = flag_ptr
         if FLAGS:
             flags += head.to(gl.int64) * gl.cdiv(seq_q, BLOCK_Q) + tile
-        out = dq_ptr + (batch * batch_stride + (head - batch * heads_q) * head_stride) * VECTOR
         store_tile(
-            out, flags, dq * scale, first_row, seq_q, head_dim, row_stride, col_stride,
+            out, flags, dq * scale, batch, head - batch * heads_q, first_row, seq_q, head_dim,
             VECTOR, FLAGS,
         )  # fmt: skip
 
@@ -276,47 +279,36 @@ def dq_kernel(
         mbarrier.init(v_empty.index(i), count=WARPGROUPS)
     fence_async_shared()
 
+    # Tuples in variables hold values alone: a compile-time flag in one would become a value, so
+    # that those, and a pointer that may be None, stand inline below.
+    descriptors = (q_desc, k_desc, v_desc, do_desc)
+    buffers = (q_s, k_s, v_s, do_s)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (seq_q, seq_k, heads_q, n_heads, causal_offset)
+    statistics = (lse_ptr, delta_ptr)
+    out = (dq_ptr, batch_stride, head_stride, row_stride, col_stride)
+    # fmt: off
     if WARPGROUPS == 2:
         gl.warp_specialize([
             (dq_consumer, (
-                0, dq_ptr, flag_ptr, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, seq_q, seq_k, heads_q,
-                n_heads, causal_offset, batch_stride, head_stride, row_stride,
-                col_stride, head_dim, scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR,
-                FLAGS)),
+                0, buffers, barriers, sizes, statistics, out, flag_ptr, head_dim,
+                scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
             (dq_consumer, (
-                1, dq_ptr, flag_ptr, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, seq_q, seq_k, heads_q,
-                n_heads, causal_offset, batch_stride, head_stride, row_stride,
-                col_stride, head_dim, scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR,
-                FLAGS)),
-            (dq_producer, (
-                q_desc, k_desc, v_desc, do_desc, q_s, k_s, v_s, do_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, seq_q, seq_k, heads_q, group,
-                n_heads, causal_offset, CAUSAL)),
-        ], [4, 1], [240, 24])  # fmt: skip
+                1, buffers, barriers, sizes, statistics, out, flag_ptr, head_dim,
+                scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
+            (dq_producer, (descriptors, buffers, barriers, sizes, group, CAUSAL)),
+        ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
             (dq_consumer, (
-                0, dq_ptr, flag_ptr, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, seq_q, seq_k, heads_q,
-                n_heads, causal_offset, batch_stride, head_stride, row_stride,
-                col_stride, head_dim, scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR,
-                FLAGS)),
+                0, buffers, barriers, sizes, statistics, out, flag_ptr, head_dim,
+                scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
             (dq_consumer, (
-                1, dq_ptr, flag_ptr, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, seq_q, seq_k, heads_q,
-                n_heads, causal_offset, batch_stride, head_stride, row_stride,
-                col_stride, head_dim, scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR,
-                FLAGS)),
+                1, buffers, barriers, sizes, statistics, out, flag_ptr, head_dim,
+                scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
             (dq_consumer, (
-                2, dq_ptr, flag_ptr, lse_ptr, delta_ptr, q_s, k_s, v_s, do_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, seq_q, seq_k, heads_q,
-                n_heads, causal_offset, batch_stride, head_stride, row_stride,
-                col_stride, head_dim, scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR,
-                FLAGS)),
-            (dq_producer, (
-                q_desc, k_desc, v_desc, do_desc, q_s, k_s, v_s, do_s,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty, seq_q, seq_k, heads_q, group,
-                n_heads, causal_offset, CAUSAL)),
-        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
+                2, buffers, barriers, sizes, statistics, out, flag_ptr, head_dim,
+                scale, scale_log2, EARLY_DP, Q_IN_REGISTERS, CAUSAL, VECTOR, FLAGS)),
+            (dq_producer, (descriptors, buffers, barriers, sizes, group, CAUSAL)),
+        ], [4, 4, 1], [160, 160, 32])
+    # fmt: on

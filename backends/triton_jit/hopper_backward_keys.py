@@ -23,8 +23,7 @@ from portattn.backends.triton_jit.hopper_backward_tiles import (
 
 @gluon.jit
 def keys_step(
-    k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty,
-    dk, dv, ds_prev, it, row, key_row, seq_q, causal_offset, scale_log2,
+    k, v, ring, dk, dv, ds_prev, it, row, key_row, seq_q, causal_offset, scale_log2,
     FIRST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, EARLY_DP: gl.constexpr,
 ):  # fmt: skip
     """One query block: dv gains P^T dO, dk gains the previous block's dS^T Q.
@@ -32,6 +31,7 @@ def keys_step(
     The previous block's dk product, and with EARLY_DP dP too, is in flight together with S, so
     that the exponentials run beside the tensor cores; the price of dP is its registers.
     """
+    q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty = ring
     STAGES: gl.constexpr = q_s.type.shape[0]
     BLOCK_Q: gl.constexpr = q_s.type.shape[3]
     HEAD_DIM: gl.constexpr = q_s.type.shape[4]
@@ -81,15 +81,15 @@ def keys_step(
 
 @gluon.jit
 def keys_consumer(
-    panel: gl.constexpr, dk_ptr, dv_ptr, flag_ptr,
-    q_s, k_s, v_s, do_s, lse_s, delta_s, kv_full, kv_empty, q_full, q_empty, do_full, do_empty,
-    seq_q, seq_k, heads_k, group, n_heads, causal_offset,
-    dk_batch_stride, dk_head_stride, dk_row_stride, dk_col_stride,
-    dv_batch_stride, dv_head_stride, dv_row_stride, dv_col_stride, head_dim, scale, scale_log2,
-    EARLY_DP: gl.constexpr, K_IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
+    panel: gl.constexpr, buffers, barriers, sizes, dk_out, dv_out, flag_ptr, head_dim,
+    scale, scale_log2, EARLY_DP: gl.constexpr, K_IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr,
     VECTOR: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that owns the 64 keys of `panel` of each tile."""
+    q_s, k_s, v_s, do_s, lse_s, delta_s = buffers
+    kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
+    seq_q, seq_k, heads_k, group, n_heads, causal_offset = sizes
+    ring = (q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty)
     STAGES: gl.constexpr = q_s.type.shape[0]
     BLOCK_Q: gl.constexpr = q_s.type.shape[3]
     HEAD_DIM: gl.constexpr = q_s.type.shape[4]
@@ -115,22 +115,21 @@ def keys_consumer(
         row = (gl.cdiv(seq_q, BLOCK_Q) - 1) * BLOCK_Q
         for g in range(group):
             dk, dv, ds = keys_step(
-                k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty,
-                dk, dv, None, base, row, first_key, seq_q, causal_offset, scale_log2,
+                k, v, ring, dk, dv, None, base, row, first_key, seq_q, causal_offset, scale_log2,
                 FIRST=True, MASKED=True, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
             )  # fmt: skip
             for t in range(1, n_unmasked):
                 dk, dv, ds = keys_step(
-                    k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty,
-                    dk, dv, ds, base + t, row, first_key, seq_q, causal_offset, scale_log2,
+                    k, v, ring, dk, dv, ds, base + t, row, first_key, seq_q, causal_offset,
+                    scale_log2,
                     FIRST=False, MASKED=False, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
                 )  # fmt: skip
             if CAUSAL:
                 for t in range(n_unmasked, n_blocks):
                     dk, dv, ds = keys_step(
-                        k, v, q_s, do_s, lse_s, delta_s, q_full, q_empty, do_full, do_empty,
-                        dk, dv, ds, base + t, row - t * BLOCK_Q, first_key, seq_q, causal_offset,
-                        scale_log2, FIRST=False, MASKED=True, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
+                        k, v, ring, dk, dv, ds, base + t, row - t * BLOCK_Q, first_key, seq_q,
+                        causal_offset, scale_log2,
+                        FIRST=False, MASKED=True, CAUSAL=CAUSAL, EARLY_DP=EARLY_DP,
                     )  # fmt: skip
             base += n_blocks
             if g == group - 1:
@@ -143,11 +142,7 @@ def keys_consumer(
         flags = flag_ptr
         if FLAGS:
             flags += head.to(gl.int64) * gl.cdiv(seq_k, BLOCK_K) + tile
+        store_tile(dv_out, flags, dv, batch, kv_head, first_key, seq_k, head_dim, VECTOR, FLAGS)
         store_tile(
-            dv_ptr + (batch * dv_batch_stride + kv_head * dv_head_stride) * VECTOR, flags, dv,
-            first_key, seq_k, head_dim, dv_row_stride, dv_col_stride, VECTOR, FLAGS,
-        )  # fmt: skip
-        store_tile(
-            dk_ptr + (batch * dk_batch_stride + kv_head * dk_head_stride) * VECTOR, flags,
-            dk * scale, first_key, seq_k, head_dim, dk_row_stride, dk_col_stride, VECTOR, FLAGS,
-        )  # fmt: skip
+            dk_out, flags, dk * scale, batch, kv_head, first_key, seq_k, head_dim, VECTOR, FLAGS
+        )

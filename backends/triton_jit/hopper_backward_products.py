@@ -24,11 +24,11 @@ from portattn.backends.triton_jit.hopper_backward_tiles import (
 
 @gluon.jit
 def probabilities_step(
-    k, q_s, do_s, p_s, lse_s, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-    dv, p_prev, it, row, key_row, seq_q, causal_offset, scale_log2,
+    k, ring, dv, p_prev, it, row, key_row, seq_q, causal_offset, scale_log2,
     FIRST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """P^T of one query block, handed across; dv gains the previous block's P^T dO."""
+    q_s, do_s, p_s, lse_s, q_full, q_empty, do_full, do_empty, p_full, p_empty = ring
     STAGES: gl.constexpr = q_s.type.shape[0]
     P_STAGES: gl.constexpr = p_s.type.shape[0]
     BLOCK_Q: gl.constexpr = q_s.type.shape[3]
@@ -68,13 +68,15 @@ def probabilities_step(
 
 @gluon.jit
 def probabilities_consumer(
-    dv_ptr, flag_ptr, q_s, k_s, do_s, p_s, lse_s,
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-    seq_q, seq_k, heads_k, group, n_heads, causal_offset,
-    dv_batch_stride, dv_head_stride, dv_row_stride, dv_col_stride, head_dim, scale_log2,
+    buffers, exchange, barriers, sizes, out, flag_ptr, head_dim, scale_log2,
     CAUSAL: gl.constexpr, VECTOR: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that owns P^T and dv of all keys of each tile."""
+    q_s, k_s, _v_s, do_s, lse_s, _delta_s = buffers
+    p_s, p_full, p_empty = exchange
+    kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
+    seq_q, seq_k, heads_k, group, n_heads, causal_offset = sizes
+    ring = (q_s, do_s, p_s, lse_s, q_full, q_empty, do_full, do_empty, p_full, p_empty)
     STAGES: gl.constexpr = q_s.type.shape[0]
     BLOCK_Q: gl.constexpr = q_s.type.shape[3]
     HEAD_DIM: gl.constexpr = q_s.type.shape[4]
@@ -92,22 +94,19 @@ def probabilities_consumer(
         row = (gl.cdiv(seq_q, BLOCK_Q) - 1) * BLOCK_Q
         for g in range(group):
             dv, p = probabilities_step(
-                k, q_s, do_s, p_s, lse_s, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-                dv, None, base, row, key_row, seq_q, causal_offset, scale_log2,
+                k, ring, dv, None, base, row, key_row, seq_q, causal_offset, scale_log2,
                 FIRST=True, MASKED=True, CAUSAL=CAUSAL,
             )  # fmt: skip
             for t in range(1, n_unmasked):
                 dv, p = probabilities_step(
-                    k, q_s, do_s, p_s, lse_s, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-                    dv, p, base + t, row, key_row, seq_q, causal_offset, scale_log2,
+                    k, ring, dv, p, base + t, row, key_row, seq_q, causal_offset, scale_log2,
                     FIRST=False, MASKED=False, CAUSAL=CAUSAL,
                 )  # fmt: skip
             if CAUSAL:
                 for t in range(n_unmasked, n_blocks):
                     dv, p = probabilities_step(
-                        k, q_s, do_s, p_s, lse_s, q_full, q_empty, do_full, do_empty,
-                        p_full, p_empty, dv, p, base + t, row - t * BLOCK_Q, key_row, seq_q,
-                        causal_offset, scale_log2, FIRST=False, MASKED=True, CAUSAL=CAUSAL,
+                        k, ring, dv, p, base + t, row - t * BLOCK_Q, key_row, seq_q, causal_offset,
+                        scale_log2, FIRST=False, MASKED=True, CAUSAL=CAUSAL,
                     )  # fmt: skip
             base += n_blocks
             if g == group - 1:
@@ -119,23 +118,17 @@ def probabilities_consumer(
         flags = flag_ptr
         if FLAGS:
             flags += head.to(gl.int64) * gl.cdiv(seq_k, 64) + tile
-        out = (
-            dv_ptr + (batch * dv_batch_stride + (head - batch * heads_k) * dv_head_stride) * VECTOR
-        )
-        store_tile(
-            out, flags, dv, key_row, seq_k, head_dim, dv_row_stride, dv_col_stride, VECTOR, FLAGS
-        )
+        kv_head = head - batch * heads_k
+        store_tile(out, flags, dv, batch, kv_head, key_row, seq_k, head_dim, VECTOR, FLAGS)
 
 
 @gluon.jit
-def score_gradients_step(
-    v, q_s, do_s, p_s, delta_s, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-    dk, ds_prev, it, FIRST: gl.constexpr,
-):  # fmt: skip
+def score_gradients_step(v, ring, dk, ds_prev, it, FIRST: gl.constexpr):
     """dS^T of one query block from the P^T handed across; dk gains the previous block's dS^T Q.
 
     P^T is zero at hidden pairs, which is why no mask is needed here.
     """
+    q_s, do_s, p_s, delta_s, q_full, q_empty, do_full, do_empty, p_full, p_empty = ring
     STAGES: gl.constexpr = q_s.type.shape[0]
     P_STAGES: gl.constexpr = p_s.type.shape[0]
     BLOCK_Q: gl.constexpr = q_s.type.shape[3]
@@ -169,13 +162,15 @@ def score_gradients_step(
 
 @gluon.jit
 def score_gradients_consumer(
-    dk_ptr, flag_ptr, q_s, v_s, do_s, p_s, delta_s,
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-    seq_q, seq_k, heads_k, group, n_heads, causal_offset,
-    dk_batch_stride, dk_head_stride, dk_row_stride, dk_col_stride, head_dim, scale,
+    buffers, exchange, barriers, sizes, out, flag_ptr, head_dim, scale,
     CAUSAL: gl.constexpr, VECTOR: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that owns dS^T and dk of all keys of each tile."""
+    q_s, _k_s, v_s, do_s, _lse_s, delta_s = buffers
+    p_s, p_full, p_empty = exchange
+    kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
+    seq_q, seq_k, heads_k, group, n_heads, causal_offset = sizes
+    ring = (q_s, do_s, p_s, delta_s, q_full, q_empty, do_full, do_empty, p_full, p_empty)
     STAGES: gl.constexpr = q_s.type.shape[0]
     BLOCK_Q: gl.constexpr = q_s.type.shape[3]
     HEAD_DIM: gl.constexpr = q_s.type.shape[4]
@@ -190,15 +185,9 @@ def score_gradients_consumer(
         dk = gl.full([64, HEAD_DIM], 0.0, gl.float32, OUT_LAYOUT)
         mbarrier.wait(kv_full.index(1), turn & 1)
         for g in range(group):
-            dk, ds = score_gradients_step(
-                v, q_s, do_s, p_s, delta_s, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-                dk, None, base, FIRST=True,
-            )  # fmt: skip
+            dk, ds = score_gradients_step(v, ring, dk, None, base, FIRST=True)
             for t in range(1, n_blocks):
-                dk, ds = score_gradients_step(
-                    v, q_s, do_s, p_s, delta_s, q_full, q_empty, do_full, do_empty, p_full, p_empty,
-                    dk, ds, base + t, FIRST=False,
-                )  # fmt: skip
+                dk, ds = score_gradients_step(v, ring, dk, ds, base + t, FIRST=False)
             base += n_blocks
             if g == group - 1:
                 mbarrier.arrive(kv_empty.index(1), count=1)
@@ -209,10 +198,7 @@ def score_gradients_consumer(
         flags = flag_ptr
         if FLAGS:
             flags += head.to(gl.int64) * gl.cdiv(seq_k, 64) + tile
-        out = (
-            dk_ptr + (batch * dk_batch_stride + (head - batch * heads_k) * dk_head_stride) * VECTOR
-        )
+        kv_head = head - batch * heads_k
         store_tile(
-            out, flags, dk * scale, tile * 64, seq_k, head_dim, dk_row_stride, dk_col_stride,
-            VECTOR, FLAGS,
-        )  # fmt: skip
+            out, flags, dk * scale, batch, kv_head, tile * 64, seq_k, head_dim, VECTOR, FLAGS
+        )

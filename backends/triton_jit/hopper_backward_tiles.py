@@ -90,13 +90,16 @@ def visible_pairs(
 
 @gluon.jit
 def store_tile(
-    out_ptr, flag_ptr, acc, first_row, n_rows, n_cols, row_stride, col_stride,
+    out, flag_ptr, acc, batch, head, first_row, n_rows, n_cols,
     VECTOR: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    """Store the rows and columns that exist; with FLAGS, write 1 where one is NaN or infinite.
+    """Store the rows and columns that exist of one head's tile; with FLAGS, write 1 where one is
+    NaN or infinite.
 
-    VECTOR > 1: columns are adjacent, and `n_cols` and `row_stride` count that many elements.
+    ``out``: an address and its four strides. VECTOR > 1: columns are adjacent, and `n_cols` and the
+    other strides count that many elements.
     """
+    out_ptr, batch_stride, head_stride, row_stride, col_stride = out
     rows_left = n_rows - first_row
     if FLAGS:
         # Columns beyond the head dim hold zeros, or NaN where the row's other columns do. Rows
@@ -104,7 +107,8 @@ def store_tile(
         wrong = rows_with_nan(acc, out_ptr.dtype.element_ty)
         rows = gl.arange(0, acc.shape[0], wrong.type.layout)
         gl.store(flag_ptr + rows * 0, wrong, mask=(wrong != 0) & (rows < rows_left))
-    base = out_ptr + first_row.to(gl.int64) * (row_stride * VECTOR)
+    base = out_ptr + (batch * batch_stride + head * head_stride) * VECTOR
+    base += first_row.to(gl.int64) * (row_stride * VECTOR)
     store_rows(base, acc, rows_left, n_cols, row_stride, col_stride, VECTOR)
 
 
