@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy_kit import attend, everything, gradients, same_bits
 
-from portattn.backends.numpy_tiled import BACKEND, config, forward, pool
+from portattn.backends.numpy_tiled import BACKEND, config, forward, pool, tile
 from portattn.backends.numpy_tiled.masking import Band, key_tiles
+from portattn.backends.numpy_tiled.workspace import Workspace
 from portattn.machine import Machine
 from portattn.problem import Problem
 
@@ -56,6 +57,30 @@ def test_eight_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(got) == 8
     assert all(same_bits(want[0], out) and same_bits(want[1], lse) for out, lse in got.values())
     assert blas_threads() == limit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(1, 1, 9000, 64), (3, 1, 5001, 100), (2, 3, 4099, 40)], ids=str)
+def test_a_long_product_with_few_results_is_made_in_parts(
+    shape: tuple[int, int, int, int], dtype: str
+) -> None:
+    """NumPy keeps Python's lock through one of fewer than 500 results."""
+    heads, m, n, dim = shape
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((heads, m, n)).astype(dtype)
+    b = rng.standard_normal((heads, n, 2 * dim)).astype(dtype)[..., ::2]
+    out, ws = np.full((heads, m, dim), np.nan, dtype), Workspace(dtype)
+    tile.multiply(a, b, out, ws)
+    parts = ws._flat["parts"].reshape(-1, heads, m, dim)
+    assert len(parts) * m * dim >= 500
+    np.testing.assert_allclose(out, a.astype(float) @ b, rtol=0, atol=4e-4)
+    for h in range(heads):  # one head has the same bits alone
+        alone = np.empty((1, m, dim), dtype)
+        tile.multiply(a[h : h + 1], b[h : h + 1], alone, ws)
+        assert same_bits(alone[0], out[h])
+    few = Workspace(dtype)
+    tile.multiply(a[:, :, :100], b[:, :100], out, few)
+    assert "parts" not in few._flat
 
 
 def test_the_limit_on_blas_is_counted() -> None:

@@ -152,6 +152,9 @@ def workspace_bytes(config: Config, problem: Problem, threads: int) -> int:
     if problem.backward:
         per_row, per_key = per_row + 2 * d + 2 * dv, per_key + 3 * (d + dv)
     item = 8 if problem.accumulator == "float64" else 4
+    if not problem.backward and problem.seq_q * problem.group <= FEW_ROWS:
+        # products in parts, of as many heads as share a tile
+        per_row += 8 * min(problem.heads_k, 128) * 128
     bytes_of_thread = item * (tiles + per_row * rows + per_key * keys)
     bytes_of_thread += item * min(max(config.block_k, config.stream_k), problem.seq_k)  # ones
     # masks of one byte an element: cut-out, its inverse, combinations

@@ -30,6 +30,7 @@ from portattn.backends.numpy_tiled.tile import (
     flat,
     load,
     load_scaled_queries,
+    multiply,
     product,
     trimmed,
 )
@@ -307,7 +308,7 @@ class _RowTile:
         heads, n, dim = values.shape
         weights, out = weights.reshape(heads, -1, n), out.reshape(heads, -1, dim)
         if hidden is None or np.isfinite(values).all():
-            np.matmul(weights, values, out=out)
+            multiply(weights, values, out, self.ws)
             return
         of_heads = hidden().reshape(weights.shape)
         for w, v, h, o in zip(weights, values, of_heads, out, strict=True):

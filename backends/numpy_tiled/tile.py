@@ -20,6 +20,12 @@ from portattn.backends.numpy_tiled.masking import Array, Band, Bools, Edge, diag
 from portattn.backends.numpy_tiled.workspace import Workspace
 from portattn.problem import Problem
 
+FEW_RESULTS = 512
+"""Below so many results (500, as of NumPy 2) matmul keeps Python's lock, however long it takes."""
+
+LONG_PRODUCT = 1 << 18
+"""Multiplications from which on that is worth some calls more."""
+
 
 class Rows(NamedTuple):
     """Query rows of one tile: queries [i0, i1) of the heads [h0, h1), which read the key heads
@@ -320,6 +326,31 @@ def flat(hidden: Bools, shape: tuple[int, int, int]) -> Bools:
     return np.broadcast_to(hidden, shape).reshape(-1, shape[2])
 
 
+def multiply(a: Array, b: Array, out: Array, ws: Workspace) -> None:
+    """out (heads, m, d) = a (heads, m, n) @ b (heads, n, d), with other threads running meanwhile:
+    a long product with few results is made in parts that have enough of them together. How many
+    hangs on one head, so that it has the same bits beside others."""
+    heads, m, n = a.shape
+    dim = b.shape[2]
+    pieces = -(-FEW_RESULTS // max(m * dim, 1))
+    if pieces == 1 or n * m * dim < LONG_PRODUCT:
+        np.matmul(a, b, out=out)
+        return
+    length = n // pieces
+    whole = pieces * length
+    parts = ws.array("parts", pieces, heads, m, dim)
+    np.matmul(
+        a[:, :, :whole].reshape(heads, m, pieces, length).transpose(2, 0, 1, 3),
+        b[:, :whole].reshape(heads, pieces, length, dim).transpose(1, 0, 2, 3),
+        out=parts,
+    )
+    np.add.reduce(parts, axis=0, out=out)
+    if whole < n:
+        rest = ws.array("rest", heads, m, dim)
+        np.matmul(a[:, :, whole:], b[:, whole:], out=rest)
+        np.add(out, rest, out=out)
+
+
 def product(
     weights: Array, values: Array, hidden: Callable[[], Bools] | None, out: Array, ws: Workspace
 ) -> None:
@@ -327,12 +358,12 @@ def product(
     ``hidden()[i, j]``, a NaN or inf included (the weight is 0 there, but 0 * NaN is NaN). The bits
     are those of the product with zeros in its place."""
     if hidden is None or np.isfinite(values).all():
-        np.matmul(weights, values, out=out)
+        multiply(weights[None], values[None], out[None], ws)
         return
     finite = np.isfinite(values).all(axis=1)
     clean = load(values, ws.array("clean", *values.shape))
     clean[~finite] = 0
-    np.matmul(weights, clean, out=out)
+    multiply(weights[None], clean[None], out[None], ws)
     seen = ~hidden()
     for j in np.flatnonzero(~finite & seen.any(axis=0)):
         rows = seen[:, j]
