@@ -288,18 +288,27 @@ class _RowTile:
         # Head by head: how BLAS sums a row hangs on where among the matrix's rows it stands.
         of_heads = weights.reshape(heads, -1, n)
         if fresh:
-            np.matmul(of_heads, self.ws.ones(n), out=total.reshape(heads, -1))
+            self._sums(of_heads, total.reshape(heads, -1))
             self._product(weights, values, hidden, acc)
             return
         if shrink is not None:
             np.multiply(total, shrink, out=total)
             np.multiply(acc, shrink[:, None], out=acc)
         row_sums = self.ws.array("row_sums", m)
-        np.matmul(of_heads, self.ws.ones(n), out=row_sums.reshape(heads, -1))
+        self._sums(of_heads, row_sums.reshape(heads, -1))
         np.add(total, row_sums, out=total)
         gained = self.ws.array("product", *acc.shape)
         self._product(weights, values, hidden, gained)
         np.add(acc, gained, out=acc)
+
+    def _sums(self, weights: Array, out: Array) -> None:
+        """out (heads, m) = the sums of weights (heads, m, n). Of one head's rows by dot: matmul
+        keeps Python's lock where there are few."""
+        ones = self.ws.ones(weights.shape[2])
+        if len(weights) == 1:
+            np.dot(weights[0], ones, out=out[0])
+        else:
+            np.matmul(weights, ones, out=out)
 
     def _product(
         self, weights: Array, values: Array, hidden: Callable[[], Bools] | None, out: Array
