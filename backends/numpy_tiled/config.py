@@ -29,6 +29,12 @@ SCORES = 2 * 384 * 384
 VALUES = 1 << 16
 """Numbers of a tile's rows of q or of out, and of its keys where they are copied, likewise."""
 
+FEW_RESULTS = 512
+"""Below so many results (500, as of NumPy 2) matmul keeps Python's lock, however long it takes."""
+
+LONG_PRODUCT = 1 << 18
+"""Multiplications from which on that is worth some calls more."""
+
 KEPT = 8 << 20
 """Bytes of a thread's buffers above which they are not kept for the next call."""
 
@@ -152,11 +158,13 @@ def workspace_bytes(config: Config, problem: Problem, threads: int) -> int:
     if problem.backward:
         per_row, per_key = per_row + 2 * d + 2 * dv, per_key + 3 * (d + dv)
     item = 8 if problem.accumulator == "float64" else 4
-    if not problem.backward and problem.seq_q * problem.group <= FEW_ROWS:
-        # products in parts, of as many heads as share a tile
-        per_row += 8 * min(problem.heads_k, 128) * 128
     bytes_of_thread = item * (tiles + per_row * rows + per_key * keys)
     bytes_of_thread += item * min(max(config.block_k, config.stream_k), problem.seq_k)  # ones
+    # Long products in parts: of a head fewer than three times `FEW_RESULTS` numbers, and of so many
+    # keys no more heads than these share a tile.
+    heads = FEW_SCORES // 2 * FEW_RESULTS // LONG_PRODUCT
+    heads = 1 if problem.backward else min(problem.heads_k, heads)
+    bytes_of_thread += item * 3 * FEW_RESULTS * heads
     # masks of one byte an element: cut-out, its inverse, combinations
     bytes_of_thread += 6 * score + 4 * score * (problem.bias is not None)
     if problem.bias is not None and problem.backward:

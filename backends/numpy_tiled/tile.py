@@ -16,15 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from portattn.backends.numpy_tiled.config import FEW_RESULTS, LONG_PRODUCT
 from portattn.backends.numpy_tiled.masking import Array, Band, Bools, Edge, diagonals, toeplitz
 from portattn.backends.numpy_tiled.workspace import Workspace
 from portattn.problem import Problem
-
-FEW_RESULTS = 512
-"""Below so many results (500, as of NumPy 2) matmul keeps Python's lock, however long it takes."""
-
-LONG_PRODUCT = 1 << 18
-"""Multiplications from which on that is worth some calls more."""
 
 
 class Rows(NamedTuple):
