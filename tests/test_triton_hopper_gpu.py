@@ -151,8 +151,10 @@ def forward(
     v = normal(batch, heads[1], lengths[1], dim_v, dtype, keys or layout)
     scale = dim**-0.5 if scale is None else scale
     pad = hopper_plan.head_dim_pad(dim, dim_v)
-    tiles_of = hopper_plan.FORWARD_TILES[pad]
-    shape = tiles_of[at][0] if at is not None else next(s for s, n in tiles_of if lengths[1] <= n)
+    if at is None:
+        shape = hopper_plan.forward_shapes(pad, lengths[1], causal=diagonal != "full")[0]
+    else:
+        shape = hopper_plan.FORWARD_TILES[pad][at][0]
     tile = hopper_policy.ForwardTile(pad, *shape)
     like = torch.empty((*q.shape[:3], dim_v), device="meta", dtype=dtype)
     buffer, out = room(like, into or layout)

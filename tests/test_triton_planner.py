@@ -362,13 +362,17 @@ def test_the_borders_of_hopper_tiles() -> None:
         assert mechanisms[0] == "hopper" and mechanisms[-1] == "portable", (dim, backward)
 
 
-@pytest.mark.parametrize(("dim", "most"), [(64, 2048), (128, 512)])
-def test_few_keys_take_small_blocks(dim: int, most: int) -> None:
-    blocks = [
-        planned(problem(dim, seq_q=4096, seq_k=keys), machine()).config.hopper.block_k
-        for keys in (most, most + 1)
-    ]
+@pytest.mark.parametrize(
+    ("dim", "causal", "most"), [(64, False, 2048), (64, True, 2048), (128, True, 512)]
+)
+def test_few_keys_take_small_blocks(dim: int, causal: bool, most: int) -> None:
+    asked = [problem(dim, seq_q=keys, seq_k=keys, causal=causal) for keys in (most, most + 1)]
+    blocks = [planned(x, machine()).config.hopper.block_k for x in asked]
     assert blocks == [64, 128]
+
+
+def test_few_keys_that_every_row_sees_take_large_blocks() -> None:
+    assert planned(problem(128, seq_q=512), machine()).config.hopper.block_k == 128
 
 
 # ---- what a plan may depend on -------------------------------------------------------------------

@@ -27,8 +27,6 @@ what another one computes is not remembered."""
 
 _FOLDERS = ("compiler", "backends", "language")
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
-
-
 _asking: threading.Thread | None = None
 
 
@@ -56,19 +54,29 @@ def remember() -> None:
     cache.triton_key = triton_key
 
 
-def ask() -> None:
-    """Ask for the hash in a thread of its own, for which whoever asks meanwhile waits."""
-    global _asking
+def aside(name: str, question: Callable[[], object]) -> threading.Thread:
+    """A thread that asks now what the first compilation will. What is wrong with the answer, that
+    says, where a caller hears it."""
 
     def ask_it() -> None:
-        # What is wrong, the first compilation says, where a caller hears it.
         with contextlib.suppress(Exception):
-            from triton.runtime import cache
+            question()
 
-            cache.triton_key()
+    thread = threading.Thread(target=ask_it, name=name, daemon=True)
+    thread.start()
+    return thread
 
-    _asking = threading.Thread(target=ask_it, name="portattn-triton-key", daemon=True)
-    _asking.start()
+
+def ask() -> None:
+    """Ask for the hash aside; whoever asks meanwhile waits for it."""
+    global _asking
+
+    def question() -> str:
+        from triton.runtime import cache
+
+        return str(cache.triton_key())
+
+    _asking = aside("portattn-triton-key", question)
 
 
 def wait() -> None:

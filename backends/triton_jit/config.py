@@ -179,8 +179,9 @@ def few_rows(problem: Problem) -> bool:
 
 
 def head_group(problem: Problem) -> int:
-    """How many heads' tiles take turns. Under a diagonal the longest go first and the launch ends
-    with short ones, which the multiprocessors share out evenly. No bit hangs on it."""
+    """How many heads' tiles take turns on portable. Under a diagonal the longest go first and the
+    launch ends with short ones, which the multiprocessors share out evenly. No bit hangs on it.
+    (A program of hopper walks several tiles, whose lengths even out with fewer heads.)"""
     if problem.causal is None:
         return 1
     size = problem.seq_k * (problem.head_dim + problem.head_dim_v) * ITEM.get(problem.dtype, 4)

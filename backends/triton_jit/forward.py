@@ -190,7 +190,8 @@ def _store(
 @triton.jit
 def _place(turn, total, tiles, head_group):
     """Which tile is the launch's number ``turn``. Tiles are counted head by head, longest rows
-    first; they run so over ``head_group`` heads together, whose short ones then come last."""
+    first; they run so over ``head_group`` heads together, whose short ones then come last. (The
+    hopper kernel has the same in Gluon, which cannot call this.)"""
     group = turn // (head_group * tiles)
     within = turn - group * (head_group * tiles)
     members = tl.minimum(head_group, total // tiles - group * head_group)
@@ -353,7 +354,7 @@ def forward_kernel(
                 for run in tl.static_range(3):
                     start = low if run == 0 else full_low if run == 1 else full_high
                     end = full_low if run == 0 else full_high if run == 1 else high
-                    if WHOLE if run == 1 else LEFT or run == 2:
+                    if (run == 0 and LEFT) or (run == 1 and WHOLE) or run == 2:
                         acc, m, row_sum, poisoned = _attend(
                             acc, m, row_sum, poisoned, q_tile, start, end,
                             k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row,

@@ -12,15 +12,27 @@ _BARRIER_ALIGNMENT = 16
 _ARGUMENTS = 320  # bytes that warp specialization passes to its functions, with Triton 3.6
 
 ANY = 2**31
-# Per padded head dim: (block_k, stages, consumer warpgroups), and up to how many keys; the first
-# that fits is taken. At head dim 64 the softmax takes as long as the products, and more warpgroups
+# Per padded head dim: (block_k, stages, consumer warpgroups), and up to how many keys, without and
+# under a diagonal. At head dim 64 the softmax takes as long as the products, and more warpgroups
 # hide more of it: three over long rows, and over short ones four, whose smaller blocks waste less
-# at a tile's ends. Few keys make no use of large blocks, and small ones compile in two thirds of
-# the time.
-FORWARD_TILES: dict[int, tuple[tuple[tuple[int, int, int], int], ...]] = {
-    64: (((64, 4, 4), 2048), ((128, 2, 3), ANY), ((128, 2, 2), ANY), ((64, 2, 2), ANY)),
-    128: (((64, 3, 2), 512), ((128, 2, 2), ANY), ((64, 2, 2), ANY)),
-    256: (((64, 2, 2), ANY), ((32, 3, 2), ANY)),
+# at a tile's ends. At 128 a diagonal over few keys cuts most blocks: small ones waste less of them,
+# and compile faster.
+FORWARD_TILES: dict[int, tuple[tuple[tuple[int, int, int], tuple[int, int]], ...]] = {
+    64: (
+        ((64, 4, 4), (2048, 2048)),
+        ((128, 2, 3), (ANY, ANY)),
+        ((128, 2, 2), (ANY, ANY)),
+        ((64, 2, 2), (ANY, ANY)),
+    ),
+    128: (
+        ((64, 3, 2), (0, 512)),
+        ((128, 2, 2), (ANY, ANY)),
+        ((64, 2, 2), (ANY, ANY)),
+    ),
+    256: (
+        ((64, 2, 2), (ANY, ANY)),
+        ((32, 3, 2), (ANY, ANY)),
+    ),
 }
 MAX_REGISTERS = {
     2: 168,
@@ -32,6 +44,11 @@ MAX_REGISTERS = {
 def head_dim_pad(head_dim: int, value_dim: int) -> int:
     """The power of two that both head dims are padded to by the loads, at least 64."""
     return max(64, 1 << (max(head_dim, value_dim) - 1).bit_length())
+
+
+def forward_shapes(pad: int, keys: int, *, causal: bool) -> list[tuple[int, int, int]]:
+    """The tiles for so many keys, the best first."""
+    return [shape for shape, most in FORWARD_TILES[pad] if keys <= most[causal]]
 
 
 def forward_block_q(num_consumers: int = 2) -> int:

@@ -89,9 +89,10 @@ def why_portable(problem: Problem, *, forced: bool = False) -> str:
 def forward_tile(problem: Problem, limit: int) -> ForwardTile | None:
     """The first tile for so many keys that fits ``limit`` bytes of shared memory."""
     pad = hopper_plan.head_dim_pad(problem.head_dim, problem.head_dim_v)
-    for shape, keys in hopper_plan.FORWARD_TILES[pad]:
+    causal = problem.causal is not None
+    for shape in hopper_plan.forward_shapes(pad, problem.seq_k, causal=causal):
         tile = ForwardTile(pad, *shape)
-        if problem.seq_k <= keys and tile.shared_bytes <= limit:
+        if tile.shared_bytes <= limit:
             return tile
     return None
 

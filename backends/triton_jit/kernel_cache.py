@@ -8,7 +8,6 @@ Triton's own only where that one raises, or hands out a kernel that is not whole
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -39,14 +38,12 @@ def ask_ahead(capability: int) -> None:
     Triton for its hash of several hundred megabytes. While they answer, the caller imports what
     the first launch needs."""
 
-    def ask() -> None:
-        # What is wrong with it, the first compilation says, where a caller hears it.
-        with contextlib.suppress(Exception):
-            from triton.backends.nvidia.compiler import get_ptxas_version
+    def version() -> str:
+        from triton.backends.nvidia.compiler import get_ptxas_version
 
-            get_ptxas_version(capability)
+        return str(get_ptxas_version(capability))
 
-    threading.Thread(target=ask, name="portattn-ptxas", daemon=True).start()
+    compiler_key.aside("portattn-ptxas", version)
     compiler_key.ask()
 
 
