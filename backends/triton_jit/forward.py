@@ -30,23 +30,24 @@ from portattn.backends.triton_jit.scoring import (
 
 @triton.jit
 def _attend(
-    acc, m, row_sum, poisoned, q_tile, start, end,
+    acc, m, row_sum, poisoned, q_tile, start, end, full_low, full_high,
     k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
     k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
     i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
     bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
     slopes, slopes_sb, column,
-    MASKED: tl.constexpr, POISON: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, ALIBI: tl.constexpr,
-    PAGED: tl.constexpr, PACKED_K: tl.constexpr, TMA: tl.constexpr, INNER: tl.constexpr,
-    VEC: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, CUT: tl.constexpr, POISON: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+    ALIBI: tl.constexpr, PAGED: tl.constexpr, PACKED_K: tl.constexpr, TMA: tl.constexpr,
+    INNER: tl.constexpr, VEC: tl.constexpr, PRECISION: tl.constexpr, EVEN_D: tl.constexpr,
+    EVEN_DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The keys of [start, end) for one tile of rows: the running maximum, sum and output.
 
-    Hidden keys have a weight of 0, which a NaN or infinity among their values survives: with
-    ``POISON`` the values are looked through first. That takes them through registers, which a loop
-    that is to be fast has none to spare for.
+    ``MASKED``: every block is looked through for hidden keys. ``CUT``: those outside of [full_low,
+    full_high) alone, as the loop comes to them. Hidden keys have a weight of 0, which a NaN or
+    infinity among their values survives: with ``POISON`` the values are looked through first. That
+    takes them through registers, which a loop that is to be fast has none to spare for.
     """
     PLAIN: tl.constexpr = not (SOFTCAP or BIAS or ALIBI)
     UNIT: tl.constexpr = 1.0 if PLAIN else LOG2E  # of m in base 2
@@ -83,6 +84,14 @@ def _attend(
                 bias, bias_sb, bias_sh, bias_si, bias_sj, mask, mask_sb, mask_sh, mask_si, mask_sj,
                 LEFT, RIGHT, BIAS, MASK,
             )  # fmt: skip
+        if CUT:  # noqa: SIM102 (one question is the compiler's, the other the program's)
+            if (j0 < full_low) | (j0 >= full_high):
+                seen = visible_places(
+                    i[:, None], j[None, :], b, head[:, None], shift, left, right, q_len, k_len,
+                    bias, bias_sb, bias_sh, bias_si, bias_sj,
+                    mask, mask_sb, mask_sh, mask_si, mask_sj, LEFT, RIGHT, BIAS, MASK,
+                )  # fmt: skip
+                qk = tl.where(seen, qk, float("-inf"))
         if PLAIN:
             # The product is rounded the same way whether the maximum is taken before or after it,
             # since scale is not negative here.
@@ -147,7 +156,8 @@ def _store(
     LSE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr, EVEN_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """What a tile found, from ``column`` on: normalised, or as one part of several."""
+    """What a tile found, from ``column`` on: normalised, or as one part of several. The LSE says
+    which product is fused with the sum: left to the compiler, its last bit hangs on other code."""
     if PLAIN:
         m = m * LN2  # natural from here on, as the others are
     dv = column + tl.arange(0, COLUMNS)
@@ -156,7 +166,7 @@ def _store(
         # A part that saw nothing has row_sum = 0: its output is 0 and its LSE -inf.
         safe = tl.where(row_sum == 0, 1.0, row_sum)
         tl.store(part + place[:, None] * BLOCK_DV + dv[None, :], acc / safe[:, None])
-        tl.store(part_lse + place, m + LN2 * tl.log2(row_sum))
+        tl.store(part_lse + place, tl.fma(tl.log2(row_sum), LN2, m))
     else:
         if SINKS:
             sink = tl.load(sinks + head, mask=i < q_len, other=0.0).to(tl.float32)
@@ -184,7 +194,7 @@ def _store(
                 + head * lse_sh
                 + (q_start + i).to(tl.int64) * lse_ss
             )
-            tl.store(lse + at, m + LN2 * tl.log2(row_sum), mask=there)
+            tl.store(lse + at, tl.fma(tl.log2(row_sum), LN2, m), mask=there)
 
 
 @triton.jit
@@ -259,6 +269,8 @@ def forward_kernel(
     CHUNK: tl.constexpr = min(BLOCK_DV, 64)
     # float32 has its values in registers anyway: masked blocks look through them at once.
     LOOK: tl.constexpr = q.dtype.element_ty.primitive_bitwidth == 32
+    # Where loads need no mask one loop takes all blocks: a second one would start from nothing.
+    CUT: tl.constexpr = TMA and WHOLE and PLAIN and not (LOOK or SPLIT or PACK)
     STEPS: tl.constexpr = REPAIRED if FLAGS else 1
     # A negative scale changes q's sign, exactly: the maximum of products is that of scores then.
     if NEGATIVE:
@@ -350,19 +362,20 @@ def forward_kernel(
                 m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
                 row_sum = tl.zeros([BLOCK_Q], tl.float32)
                 poisoned = tl.zeros([BLOCK_Q], tl.int32) > 0
-                # Before, in and behind the blocks that every row sees whole.
+                # Before, in and behind the blocks that one loop takes as they are.
+                inner, outer = (low, high) if CUT else (full_low, full_high)
                 for run in tl.static_range(3):
-                    start = low if run == 0 else full_low if run == 1 else full_high
-                    end = full_low if run == 0 else full_high if run == 1 else high
-                    if (run == 0 and LEFT) or (run == 1 and WHOLE) or run == 2:
+                    start = low if run == 0 else inner if run == 1 else outer
+                    end = inner if run == 0 else outer if run == 1 else high
+                    if WHOLE if run == 1 else not CUT and (LEFT or run == 2):
                         acc, m, row_sum, poisoned = _attend(
-                            acc, m, row_sum, poisoned, q_tile, start, end,
+                            acc, m, row_sum, poisoned, q_tile, start, end, full_low, full_high,
                             k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row,
                             block_size, k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
                             i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
                             bias, bias_sb, bias_sh, bias_si, bias_sj,
                             mask, mask_sb, mask_sh, mask_si, mask_sj,
-                            slopes, slopes_sb, 0, run != 1, LOOK and run != 1,
+                            slopes, slopes_sb, 0, run != 1, CUT, LOOK and run != 1,
                             LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER,
                             VEC, PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, BLOCK_DV,
                         )  # fmt: skip
@@ -388,13 +401,13 @@ def forward_kernel(
                     few_sum = tl.zeros([BLOCK_Q], tl.float32)
                     bad = tl.zeros([BLOCK_Q], tl.int32) > 0
                     few, few_m, few_sum, bad = _attend(
-                        few, few_m, few_sum, bad, q_tile, low, high,
+                        few, few_m, few_sum, bad, q_tile, low, high, full_low, full_high,
                         k_base, v_base, k_desc, v_desc, b, head_k, k_start, table_row, block_size,
                         k_sb, k_ss, k_sd, v_sb, v_ss, v_sd, head_dim, head_dim_v,
                         i, head, scale, softcap, shift, left, right, q_len, k_len, offset,
                         bias, bias_sb, bias_sh, bias_si, bias_sj,
                         mask, mask_sb, mask_sh, mask_si, mask_sj,
-                        slopes, slopes_sb, column, True, True,
+                        slopes, slopes_sb, column, True, False, True,
                         LEFT, RIGHT, SOFTCAP, BIAS, MASK, ALIBI, PAGED, PACKED_K, TMA, INNER, VEC,
                         PRECISION, EVEN_D, EVEN_DV, BLOCK_K, BLOCK_D, CHUNK,
                     )  # fmt: skip
@@ -487,4 +500,4 @@ def combine_kernel(
             + head.to(tl.int64) * lse_sh
             + (q_start + i).to(tl.int64) * lse_ss
         )
-        tl.store(lse + at, m + LN2 * tl.log2(row_sum))
+        tl.store(lse + at, tl.fma(tl.log2(row_sum), LN2, m))

@@ -22,6 +22,9 @@ from portattn.problem import Problem
 
 kernel_cache.one_at_a_time(forward_kernel, combine_kernel)
 
+SMALLEST = 2.0**-126
+"""The smallest normal float32; less may be 0 to the device."""
+
 
 def portable_forward(problem: Problem, config: Config, t: Tensors) -> None:
     """The portable mechanism."""
@@ -40,7 +43,9 @@ class Prepared:
         o_s = t.strides(t.out)
         vec = _vector(problem, (t.q, t.k, t.v, t.out), (q_s, k_s, v_s, o_s))
         boxes = None
-        if config.tma and vec > 1 and not problem.paged and not flag_rows:
+        # Keys in boxes are hidden by a product of -inf, which a scale of 0 makes NaN.
+        scaled = abs(problem.scale) >= SMALLEST
+        if config.tma and vec > 1 and scaled and not problem.paged and not flag_rows:
             boxes = _boxes(problem, config, t, (k_s, v_s))
         inner = q_s[3] == k_s[3] == v_s[3] == o_s[3] == 1
         units = [n // vec if i < 3 else n for s in (q_s, k_s, v_s, o_s) for i, n in enumerate(s)]
