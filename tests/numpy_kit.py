@@ -15,7 +15,9 @@ from portattn.backends.numpy_tiled import config, forward, launch
 
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 2e-14}
 
-SMALL = config.Config(block_q=16, block_k=24, edge_k=8, stream_k=40, copy_k=20, chunk_k=32)
+SMALL = config.Config(
+    block_q=16, short_q=16, block_k=24, edge_k=8, stream_k=40, copy_k=20, chunk_k=32
+)
 
 
 def force_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

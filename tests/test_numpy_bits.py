@@ -6,6 +6,7 @@ The rule kept here: where bits are compared, they are compared as bits.
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from numpy_kit import TOLERANCE, attend, error, everything, gradients, packed, s
 import portattn
 from portattn.arrays import Array, recognise
 from portattn.backends.numpy_tiled import BACKEND, decode, workspace
+from portattn.backends.numpy_tiled.config import SHORT
 from portattn.contract import Call
 from portattn.machine import Machine
 from portattn.problem import Problem
@@ -134,6 +136,19 @@ def test_packed_has_the_bits_of_separate_calls() -> None:
         one, one_lse = attend(q[None, at_q], k[None, at_k], v[None, at_k], causal="bottom_right")
         assert same_bits(out[at_q], one[0])
         assert same_bits(lse[:, at_q], one_lse[0])
+
+
+def test_a_short_sequence_beside_a_long_one_keeps_its_bits() -> None:
+    """Their tiles have other sizes, which no neighbour changes."""
+    rng = np.random.default_rng(68)
+    lengths = [1500, SHORT + 300]
+    (q, starts), (k, _), (v, _) = (packed(rng, lengths, 8, 64) for _ in "qkv")
+    together = portattn.attention(
+        q, k, v, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts, causal="bottom_right"
+    )
+    for a, b in itertools.pairwise(starts):
+        alone = attend(*(x[None, a:b] for x in (q, k, v)), causal="bottom_right")[0]
+        assert same_bits(together[a:b], alone[0])
 
 
 # ---- the caller's arrays -------------------------------------------------------------------------

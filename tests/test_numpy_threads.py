@@ -261,7 +261,28 @@ def test_the_plan_is_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert plans[0].tile == plans[1].tile == (("block_q", 512), ("block_k", 384))
     assert plans[0].workspace_bytes <= plans[1].workspace_bytes <= 64 << 20
-    assert plans[0].config == config.choose(Problem.from_numbers(head_dim=64))
+    assert plans[0].config == config.choose(Problem.from_numbers(head_dim=64, seq_q=1 << 12))
+
+
+@pytest.mark.parametrize(
+    ("rows", "numbers"),
+    [
+        (256, {"causal": "top_left"}),
+        (256, {"window": (64, 64)}),
+        (512, {}),  # nothing is hidden
+        (512, {"causal": "top_left", "head_dim": 256}),
+        (512, {"causal": "top_left", "head_dim_v": 192}),
+        (512, {"causal": "top_left", "seq_q": config.SHORT + 1}),
+    ],
+    ids=str,
+)
+def test_short_sequences_have_fewer_rows_a_tile_where_an_edge_cuts(
+    rows: int, numbers: dict[str, Any]
+) -> None:
+    problem = Problem.from_numbers(**{"head_dim": 64, "seq_q": config.SHORT, **numbers})
+    plan = BACKEND.plan(problem, Machine.here())
+    assert dict(plan.tile)["block_q"] == rows
+    assert plan.config.rows_for(64, 1, problem.seq_q) == rows
 
 
 def test_importing_the_backend_imports_no_numpy(fresh: Any) -> None:

@@ -73,7 +73,9 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param == "small tiles":
         from portattn.backends.numpy_tiled import config
 
-        small = config.Config(block_q=32, block_k=32, edge_k=16, stream_k=32, chunk_k=64)
+        small = config.Config(
+            block_q=32, short_q=32, block_k=32, edge_k=16, stream_k=32, chunk_k=64
+        )
         monkeypatch.setattr(config, "choose", lambda problem: small)
     select.forget()
     yield

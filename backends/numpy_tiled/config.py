@@ -35,6 +35,9 @@ FEW_RESULTS = 512
 LONG_PRODUCT = 1 << 18
 """Multiplications from which on that is worth some calls more."""
 
+SHORT = 2048
+"""Queries up to which tiles that an edge cuts are a good part of all: they have fewer rows then."""
+
 KEPT = 8 << 20
 """Bytes of a thread's buffers above which they are not kept for the next call."""
 
@@ -50,7 +53,7 @@ class Config:
     """Rows and keys of one tile.
 
     ``block_q`` query rows of a key head at most, of several heads of its group where a sequence is
-    short, and of `together` key heads;
+    short, and of `together` key heads; ``short_q`` of a sequence of at most `SHORT` queries;
     ``block_k`` keys; ``edge_k`` keys where the edge of a causal mask or window cuts through the
     tile; under at most `FEW_ROWS` rows, ``stream_k`` keys at most where BLAS reads the caller's
     array and ``copy_k`` where it needs a copy; ``chunk_k`` keys at least in each part of a tile
@@ -58,6 +61,7 @@ class Config:
     """
 
     block_q: int
+    short_q: int
     block_k: int
     edge_k: int
     stream_k: int
@@ -65,8 +69,8 @@ class Config:
     copy_k: int = 2048
 
     def rows_for(self, heads_k: int, group: int, queries: int) -> int:
-        """``block_q`` for a sequence, halved where it would give few jobs."""
-        block_q = self.block_q
+        """Rows of a tile of a sequence, halved where they would give few jobs."""
+        block_q = self.short_q if queries <= SHORT else self.block_q
         while block_q >= 256 and tile_count(heads_k, group, queries, block_q) < JOBS:
             block_q //= 2
         return block_q
@@ -110,8 +114,13 @@ def choose(problem: Problem) -> Config:
     # three tiles of scores.
     roomy = problem.dtype == "float32" and not problem.backward
     block_q, block_k = (512, 384) if roomy else (256, 256)
+    edges = problem.causal is not None or problem.window is not None
+    # Of wide heads BLAS multiplies fewer rows so much slower that hiding less does not pay.
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    short_q = 256 if edges and narrow else block_q
     return Config(
-        block_q=block_q,
+        block_q=short_q if problem.seq_q <= SHORT else block_q,
+        short_q=short_q,
         block_k=block_k,
         edge_k=block_k,
         stream_k=1 << 15,

@@ -345,23 +345,30 @@ class _Bound:
         # only how long the answer takes.
         shared = seq.group * seq.q.shape[1] * rows.heads_k >= SHARED_TILES * rows.size
         self._recurs = shared and seq.band.low is None and seq.band.high is None
-        of_keys: list[Any] = []
-        if shared:
-            of_keys = [largest_key2(seq, head) for head in range(rows.k0, rows.k1)]
-            self._always = scoring.softcap is None and self._in_all_tiles(scoring, of_keys)
-            if self._always:
+        if shared and scoring.softcap is None:
+            known, name = seq.keys.norms2, ("always", rows.h0, rows.h1)
+            always = known.get(name)
+            if always is None:
+                always = known[name] = self._in_all_tiles(scoring)
+            if always:
+                self._always = True
                 return
         self._q2 = norms2(q)
         if scoring.softcap is not None:
             self._q2 *= scoring.cap**2
         self._largest = self._q2.reshape(rows.heads_k, -1).max(axis=1)
-        self._always = shared and bool((self._largest * of_keys <= self._limit).all())
+        self._always = False
+        if shared:
+            of_keys = [largest_key2(seq, head) for head in range(rows.k0, rows.k1)]
+            self._always = bool((self._largest * of_keys <= self._limit).all())
 
-    def _in_all_tiles(self, scoring: Scoring, of_keys: list[Any]) -> bool:
-        queries = [largest_query2(self._seq, h) for h in range(self._rows.h0, self._rows.h1)]
+    def _in_all_tiles(self, scoring: Scoring) -> bool:
+        """The same of all tiles of the rows' heads."""
+        rows = self._rows
+        of_keys = np.max([largest_key2(self._seq, head) for head in range(rows.k0, rows.k1)])
+        queries = np.max([largest_query2(self._seq, head) for head in range(rows.h0, rows.h1)])
         # A hair less than the limit: rounding must not let in here what a tile would not.
-        limit = self._limit * (1 - 2.0**-12)
-        return bool(np.max(queries) * scoring.factor**2 * np.max(of_keys) <= limit)
+        return bool(queries * scoring.factor**2 * of_keys <= self._limit * (1 - 2.0**-12))
 
     def holds(self, j0: int, j1: int) -> bool:
         """Whether no row needs its maximum in a tile that hides nothing; False may mean that only
