@@ -1,4 +1,4 @@
-"""The HTML report and the index of evidence: complete, escaped, and without a fetch.
+"""The HTML report: complete, escaped, and without a fetch.
 
 A browser opens the report where one is installed. The real record is made by the suite itself;
 what no real target does (hostile names, NaN, waivers) is built through the record's own functions.
@@ -23,15 +23,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from record_kit import BAD, GOOD, HOSTILE, MANIFEST, SHAPE, answered, built, checks, hostile, invoke
 
-from portattn.conformance import index, record
-from portattn.conformance.case import Case, Check, Outcome
+from portattn.conformance import record
+from portattn.conformance.case import Case, Outcome
 from portattn.conformance.checks import CATALOGUE
 from portattn.conformance.checks.memory import io_bytes
-from portattn.conformance.cli import cli
 from portattn.conformance.levels import LEVELS
-from portattn.conformance.manifest import FEATURES, Manifest
+from portattn.conformance.manifest import FEATURES
 from portattn.conformance.reference import Attention
 from portattn.conformance.report import facts, plots
 from portattn.conformance.report.markup import Markup, element, text
@@ -41,75 +40,7 @@ from portattn.conformance.waivers import Waiver
 
 ROOT = Path(__file__).resolve().parents[1]
 EVIDENCE = ROOT / "docs" / "evidence"
-HOSTILE = (
-    "</script><script>alert('x')</script><img src=http://evil.test/a onerror=\"alert(1)\"> & {}"
-)
 REAL_CHECKS = "F01,H04,H12,K02,K06,B01,R01"
-
-MANIFEST = {
-    "name": "kernel", "version": "1.0", "array": "numpy", "device": "cpu",
-    "dtypes": ["float16", "float32"], "max_head_dim": 256,
-    "features": ["causal", "gqa", "mask", "backward"],
-}  # fmt: skip
-
-
-def nothing(*_: Any) -> Any:
-    """Cases and runs that no test here calls."""
-    raise AssertionError("a record is read, not run")
-
-
-def checks(*rows: tuple[str, str, int | None]) -> dict[str, Check]:
-    """A catalogue of (id, title, level)."""
-    return {id: Check(id, title, level, nothing, nothing) for id, title, level in rows}
-
-
-SMALL = checks(
-    ("F01", "normal input", 0), ("H04", "head dim 256", 1), ("H12", "refused", 0),
-    ("K06", "bool mask", 0), ("R01", "no quadratic term", 2), ("B01", "dense", 3),
-)  # fmt: skip
-SHAPE = {"b": 1, "h": 2, "hk": 2, "n": 65, "m": 65, "d": 64, "dv": 64, "dtype": "float32"}
-
-
-def answered(check: str, name: str, outcome: Outcome, **params: Any) -> tuple[Case, Outcome]:
-    """A case with its outcome."""
-    return Case(check, name, {**SHAPE, **params}, seed=7), outcome
-
-
-def built(
-    *answers: tuple[Case, Outcome],
-    catalogue: Mapping[str, Check] = SMALL,
-    manifest: Mapping[str, Any] = MANIFEST,
-    spec: str = "my.kernels:fast",
-    **more: Any,
-) -> dict[str, Any]:
-    """A record as a run would have made it."""
-    given: dict[str, Any] = {
-        "suite": {"version": "0", "hash": "0" * 16},
-        "fingerprint": {"cpu": "a processor", "kernel_hash": "1" * 16, "numpy": "2.0"},
-        "waivers": (),
-    }
-    return record.build(
-        spec=spec, manifest=Manifest.parse(manifest), simulated=False, source="2" * 16, states=(),
-        tier="cpu", seed=0, fraction=(1, 1), selection=None, catalogue=catalogue, complete=True,
-        seconds=1.0,
-        entries={c.id: record.case_entry(c, o, 0.01) for c, o in answers}, **(given | more),
-    )  # fmt: skip
-
-
-GOOD = (
-    answered("F01", "a", Outcome({"e1_prob": 0.25, "e1_det": 0.2, "e2": 0.7, "e3": 0.1})),
-    answered("H04", "b", Outcome({"e1_prob": 0.5, "e1_det": 0.4}), d=256, dv=256),
-    answered("K06", "c", Outcome({"visible.different_bad": 0})),
-    answered("R01", "d", Outcome({"workspace_1024": 1e5, "workspace_2048": 2e5, "c_over": 0.1})),
-    answered("B01", "e", Outcome({"dq.e1_prob": 0.3, "dq.e1_det": 0.2}), dtype="float16"),
-    answered("H12", "f", Outcome({"e1_prob": 0.1, "e1_det": 0.1}), d=320, dv=320),
-)  # fmt: skip
-BAD = (
-    answered("F01", "a", Outcome({"e1_prob": 4.0, "e1_det": 2.5, "e2": float("nan")},
-             message="out[0] is 3, must be 1", worst={"index": [0, 1], "got": 3, "want": 1})),
-    answered("H04", "b", Outcome(cause="crash", message="signal 11"), d=256, dv=256),
-    answered("K06", "c", Outcome({"out_over": float("inf")})),
-)  # fmt: skip
 
 
 def rendered(*records: Mapping[str, Any]) -> str:
@@ -149,11 +80,6 @@ class Page(HTMLParser):
     def values(self, name: str) -> list[str]:
         """All values of an attribute."""
         return [value or "" for _, its_name, value in self.attributes if its_name == name]
-
-
-def invoke(*arguments: Any) -> Result:
-    """A conformance command in this process."""
-    return CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
 
 
 @pytest.fixture(scope="session")
@@ -312,26 +238,6 @@ def test_a_record_of_the_wrong_shape_ends_without_a_traceback(
 
 
 # ---- what it never does --------------------------------------------------------------------------
-def hostile() -> dict[str, Any]:
-    """A record whose every text tries to leave its place."""
-    names = {"name": HOSTILE, "version": HOSTILE}
-    bad = Outcome(
-        {f"{HOSTILE}.e1_prob": 2.0, "e1_prob": 3.0, "e1_det": 3.0, "workspace_64": 1.0,
-         "workspace_128": 4.0},
-        message=HOSTILE + "\0\x1b[31m\u202e\ud800", worst={"index": [HOSTILE], "got": HOSTILE},
-    )  # fmt: skip
-    return built(
-        answered("F01", HOSTILE, bad),
-        answered("R01", HOSTILE, bad, dtype="float32"),
-        catalogue=checks(("F01", HOSTILE, 0), ("R01", HOSTILE, 2)),
-        manifest={**MANIFEST, **names},
-        spec=f"a:{HOSTILE}",
-        fingerprint={"cpu": HOSTILE, HOSTILE: HOSTILE, "gpus": [HOSTILE]},
-        suite={"version": HOSTILE, "hash": HOSTILE},
-        waivers=(Waiver("R01", HOSTILE, date(2999, 1, 1), "*", HOSTILE),),
-    )
-
-
 def test_every_text_of_a_record_is_escaped() -> None:
     made = hostile()
     for source in (rendered(made), rendered(made, built(*GOOD), made)):
@@ -614,114 +520,6 @@ def test_no_width_makes_the_page_scroll_sideways_and_the_filter_filters(
     assert (inner, scroll) == (width, width)
     assert height > 2000
     assert left == 3  # the check, and its cases in float16 and bfloat16
-
-
-# ---- the index of evidence -----------------------------------------------------------------------
-def bench(**more: Any) -> dict[str, Any]:
-    """A benchmark as `portattn bench` writes it, in small."""
-    return {
-        "kind": "bench", "backend": "numpy", "created": "2026-01-02T03:04:05+00:00",
-        "fingerprint": {"cpu": "a processor", "numpy": "2.0", "kernel_hash": "old"},
-        "summary": {"prefill over torch-sdpa, geometric mean": 1.25}, **more,
-    }  # fmt: skip
-
-
-@pytest.fixture
-def evidence(tmp_path: Path) -> Path:
-    """A folder with two machines."""
-    folder = tmp_path / "evidence"
-    here = index.kernel_hashes()["numpy"]
-    parts = {"cpu": "a processor", "numpy": "2.0", "kernel_hash": here}
-    record.write(built(*GOOD, spec="numpy", fingerprint=parts), folder / "one" / "numpy.json")
-    old = {**parts, "kernel_hash": "0123456789abcdef"}
-    record.write(built(*BAD, spec="backend:numpy", fingerprint=old), folder / "two" / "numpy.json")
-    record.write(built(*GOOD), folder / "two" / "a kernel.json")
-    (folder / "one" / "bench.json").write_text(json.dumps(bench()))
-    return folder
-
-
-def line_of(page_: str, *words: str) -> str:
-    """The one line with all of ``words``."""
-    (line,) = [line for line in page_.splitlines() if all(word in line for word in words)]
-    return line
-
-
-def test_the_index_lists_every_file_by_machine(evidence: Path) -> None:
-    made = index.page(evidence)
-    assert [x for x in made.splitlines() if x.startswith("## ")] == ["## one", "## two"]
-    good = line_of(made, "| [numpy.json](one/numpy.json) |")
-    assert "as in this checkout" in good and "| yes |" in good and "numpy 2.0" in good
-    bad = line_of(made, "| [numpy.json](two/numpy.json) |")
-    assert "**stale**: `0123456789abcdef` then" in bad and "| none |" in bad
-    assert "a%20kernel.json" in line_of(made, "| [a kernel.json]")
-    assert "F01, H04, K06" in line_of(made, "(two/numpy.json) failed")
-    assert "L0 (core forward) is not granted" in line_of(made, "(two/numpy.json): ")
-    assert "1.25" in line_of(made, "prefill over torch-sdpa, geometric mean")
-    assert "**stale**" in line_of(made, "kernels: ")
-
-
-def test_the_index_follows_from_the_files_alone(evidence: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "elsewhere"
-    shutil.copytree(evidence, moved)
-    assert index.page(evidence) == index.page(moved)
-
-
-def test_the_index_says_what_cannot_be_believed(evidence: Path) -> None:
-    path = evidence / "one" / "numpy.json"
-    made = record.read(path)
-    made["level"] = "L2"
-    record.write(made, path)
-    (evidence / "one" / "half.json").write_text('{"schema": ')
-    (evidence / "one" / "list.json").write_text("[]")
-    written = index.page(evidence)
-    assert "**edited**" in line_of(written, "| [numpy.json](one/numpy.json) |")
-    assert "half.json" in line_of(written, "half.json", "cannot be read")
-    assert "not a JSON object" in line_of(written, "list.json", "cannot be read")
-
-
-def test_the_index_escapes_what_files_say(tmp_path: Path) -> None:
-    record.write(hostile(), tmp_path / "m|<b>" / "x.json")
-    noise = bench(backend="`a`|b", summary={"a|b\n# c": "<script>"})
-    (tmp_path / "m|<b>" / "y.json").write_text(json.dumps(noise))
-    made = index.page(tmp_path)
-    assert "<" not in made
-    assert [x for x in made.splitlines() if x.startswith("#")][1] == r"## m\|&lt;b&gt;"
-    columns = {x.replace(r"\|", "").count("|") for x in made.splitlines() if x.startswith("| ")}
-    assert columns == {13, 3}
-
-
-def test_index_check_compares_and_writes_nothing(evidence: Path) -> None:
-    output = evidence / "README.md"
-    assert invoke("index", evidence, "--check").exit_code == 1
-    assert not output.exists()
-    assert invoke("index", evidence).exit_code == 0
-    assert invoke("index", evidence, "--check").exit_code == 0
-    output.write_text(output.read_text("utf-8") + "more\n")
-    assert invoke("index", evidence, "--check").exit_code == 1
-
-
-def test_only_kernels_of_this_checkout_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    from portattn import registry
-
-    class Foreign:
-        """Someone else's backend, installed here."""
-
-        name = "foreign"
-
-        def kernel_files(self) -> tuple[str, ...]:
-            """Never asked."""
-            raise AssertionError
-
-    found = {**registry.find_backends(), "foreign": registry.Found("foreign", "x 1", Foreign())}  # type: ignore[arg-type]
-    monkeypatch.setattr(index, "find_backends", lambda: found)
-    assert set(index.kernel_hashes()) == {"numpy", "triton", "cupy", "numba"}
-
-
-def test_the_committed_index_is_the_generated_one() -> None:
-    written = (EVIDENCE / "README.md").read_text("utf-8")
-    assert written == index.page(EVIDENCE), (
-        "run `portattn conformance index docs/evidence` and commit docs/evidence/README.md"
-    )
 
 
 def test_every_committed_record_can_be_reported() -> None:

@@ -64,7 +64,7 @@ def test_eight_callers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_long_product_with_few_results_is_made_in_parts(
     shape: tuple[int, int, int, int], dtype: str
 ) -> None:
-    """NumPy keeps Python's lock through one of fewer than 500 results."""
+    """NumPy keeps the GIL through one of fewer than 500 results."""
     heads, m, n, dim = shape
     rng = np.random.default_rng(0)
     a = rng.standard_normal((heads, m, n)).astype(dtype)
@@ -270,8 +270,9 @@ def test_the_plan_is_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         (256, {"causal": "top_left"}),
         (256, {"window": (64, 64)}),
         (512, {}),  # nothing is hidden
-        (512, {"causal": "top_left", "head_dim": 256}),
-        (512, {"causal": "top_left", "head_dim_v": 192}),
+        (512, {"causal": "top_left", "head_dim": 128}),
+        (512, {"causal": "top_left", "head_dim_v": 96}),
+        (512, {"causal": "top_left", "heads_q": 8, "heads_k": 2}),
         (512, {"causal": "top_left", "seq_q": config.SHORT + 1}),
     ],
     ids=str,

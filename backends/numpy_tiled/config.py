@@ -30,7 +30,7 @@ VALUES = 1 << 16
 """Numbers of a tile's rows of q or of out, and of its keys where they are copied, likewise."""
 
 FEW_RESULTS = 512
-"""Below so many results (500, as of NumPy 2) matmul keeps Python's lock, however long it takes."""
+"""Below so many results (500, as of NumPy 2) matmul keeps the GIL, however long it takes."""
 
 LONG_PRODUCT = 1 << 18
 """Multiplications from which on that is worth some calls more."""
@@ -115,9 +115,10 @@ def choose(problem: Problem) -> Config:
     roomy = problem.dtype == "float32" and not problem.backward
     block_q, block_k = (512, 384) if roomy else (256, 256)
     edges = problem.causal is not None or problem.window is not None
-    # Of wide heads BLAS multiplies fewer rows so much slower that hiding less does not pay.
-    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
-    short_q = 256 if edges and narrow else block_q
+    # Of narrow heads with keys of their own several share a tile of few rows (`together`): less is
+    # hidden then for no more calls. Wide ones and those of a group take one each, and are slower.
+    shared = problem.group == 1 and max(problem.head_dim, problem.head_dim_v) <= 64
+    short_q = 256 if edges and shared else block_q
     return Config(
         block_q=short_q if problem.seq_q <= SHORT else block_q,
         short_q=short_q,

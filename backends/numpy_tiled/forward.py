@@ -303,7 +303,7 @@ class _RowTile:
 
     def _sums(self, weights: Array, out: Array) -> None:
         """out (heads, m) = the sums of weights (heads, m, n). Of one head's rows by dot: matmul
-        keeps Python's lock where there are few."""
+        keeps the GIL where there are few."""
         ones = self.ws.ones(weights.shape[2])
         if len(weights) == 1:
             np.dot(weights[0], ones, out=out[0])
@@ -363,7 +363,7 @@ class _Bound:
             self._always = bool((self._largest * of_keys <= self._limit).all())
 
     def _in_all_tiles(self, scoring: Scoring) -> bool:
-        """The same of all tiles of the rows' heads."""
+        """Whether the largest norms of whole heads hold the scores of all their tiles."""
         rows = self._rows
         of_keys = np.max([largest_key2(self._seq, head) for head in range(rows.k0, rows.k1)])
         queries = np.max([largest_query2(self._seq, head) for head in range(rows.h0, rows.h1)])
